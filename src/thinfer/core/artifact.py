@@ -1,0 +1,123 @@
+"""What thinfer learned about a model: thinfer.json and thinfer.safetensors, tied to the model by hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from thinfer.errors import ArtifactError
+
+JSON_NAME = "thinfer.json"
+TENSORS_NAME = "thinfer.safetensors"
+_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """Sections (JSON) and tensors that belong to the checkpoint with this fingerprint.
+
+    `base` says where that checkpoint is: a path relative to the artifact's folder, an absolute path, or a hub id.
+
+    Example: `Artifact("../model.gguf", checkpoint.fingerprint(), {"selector": section}, tensors).save(folder)`.
+    """
+
+    base: str
+    fingerprint: str
+    sections: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+    def save(self, folder: str | Path) -> None:
+        """Write both files into the folder (made when absent); each appears whole or not at all.
+
+        The JSON comes last and holds the hash of the tensors, so a mixture of two writes is refused by `read`.
+        """
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        blob = save({name: np.ascontiguousarray(value) for name, value in self.tensors.items()})
+        document = {
+            "format": "thinfer",
+            "version": _VERSION,
+            "base": self.base,
+            "fingerprint": self.fingerprint,
+            "tensors_sha256": hashlib.sha256(blob).hexdigest(),
+            "sections": self.sections,
+        }
+        _write(path / TENSORS_NAME, blob)
+        _write(path / JSON_NAME, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+
+    @classmethod
+    def read(cls, folder: str | Path) -> Artifact:
+        """Read a folder's artifact; ArtifactError when a file is missing, damaged, of a newer version, or mixed."""
+        path = Path(folder)
+        document = read_document(path)
+        try:
+            blob = (path / TENSORS_NAME).read_bytes()
+        except OSError as error:
+            raise ArtifactError(f"{path / TENSORS_NAME}: {error.strerror}; calibrate again") from error
+        if hashlib.sha256(blob).hexdigest() != document["tensors_sha256"]:
+            raise ArtifactError(f"{path}: {TENSORS_NAME} is not the one {JSON_NAME} was written with; calibrate again")
+        try:
+            tensors = load(blob)
+        except SafetensorError as error:
+            raise ArtifactError(f"{path / TENSORS_NAME}: {error}; calibrate again") from error
+        return cls(document["base"], document["fingerprint"], document["sections"], tensors)
+
+    def check(self, fingerprint: str) -> None:
+        """Raise ArtifactError unless this artifact was made for the checkpoint with this fingerprint."""
+        if fingerprint != self.fingerprint:
+            raise ArtifactError(
+                f"stale artifact: made for weights {self.fingerprint[:12]}, but {self.base} now has "
+                f"{fingerprint[:12]}; calibrate again"
+            )
+
+
+def read_document(folder: Path) -> dict[str, Any]:
+    """The checked content of a folder's thinfer.json, without reading its tensors."""
+    path = folder / JSON_NAME
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArtifactError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ArtifactError(f"{path}: not JSON: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != "thinfer":
+        raise ArtifactError(f"{path}: not an artifact of thinfer")
+    if document.get("version") != _VERSION:
+        raise ArtifactError(
+            f"{path}: version {document.get('version')} is unknown, this thinfer reads {_VERSION}; "
+            "update thinfer or calibrate again"
+        )
+    expected = {"base": str, "fingerprint": str, "tensors_sha256": str, "sections": dict}
+    for name, kind in expected.items():
+        if not isinstance(document.get(name), kind):
+            raise ArtifactError(f"{path}: field {name!r} is missing or damaged; calibrate again")
+    return document
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write beside the target and rename, so that a reader never sees half a file."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes the file private; an artifact is as readable as the model beside it.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,59 @@
+"""How the next token is chosen and when a request ends."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from thinfer.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling settings of one request, with vLLM's names and neutral defaults.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0, `repetition_penalty` 1 and zero presence and frequency
+    penalties switch each off. `stop` strings end the text before themselves. `seed` None draws one from the system.
+    `max_tokens` counts generated tokens; end-of-text is not sampled before `min_tokens`, and with `ignore_eos` never
+    ends a request. Raises UsageError for a value out of its range.
+
+    Example: `SamplingParams(temperature=0.7, top_p=0.9, seed=1, max_tokens=64)`.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    max_tokens: int = 256
+    ignore_eos: bool = False
+    min_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            raise UsageError("stop must be a tuple of strings, not one string")
+        object.__setattr__(self, "stop", tuple(self.stop))
+        checks = (
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "0 or more"),
+            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
+            (
+                "repetition_penalty",
+                math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
+                "above 0",
+            ),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("stop", all(self.stop), "made of strings that are not empty"),
+            ("seed", self.seed is None or 0 <= self.seed < 2**64, "between 0 and 2**64 - 1"),
+            ("max_tokens", self.max_tokens >= 1, "1 or more"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
+        )
+        for name, good, expected in checks:
+            if not good:
+                raise UsageError(f"{name} must be {expected}, not {getattr(self, name)!r}")
