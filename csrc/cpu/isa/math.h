@@ -1,0 +1,51 @@
+// Functions over f32x16 with fixed polynomials and explicit fma, so that every instruction set gives the same bits.
+#pragma once
+
+namespace thinfer::THINFER_ISA {
+
+// e^x within 2 units in the last place. Below -86.9 the result is 0 rather than a subnormal, which would be slow;
+// above 88.72 it is infinity; NaN stays NaN.
+THINFER_INLINE f32x16 exp(f32x16 x) {
+  const f32x16 lowest = set1(-86.9f);
+  const f32x16 highest = set1(88.72283f);
+  // max and min return their second operand for NaN, so a NaN travels on.
+  const f32x16 clamped = min(highest, max(lowest, x));
+  const f32x16 magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
+  const f32x16 n = sub(fma(clamped, set1(1.44269504088896341f), magic), magic);
+  f32x16 r = fnma(n, set1(0.693359375f), clamped);
+  r = fnma(n, set1(-2.12194440e-4f), r);
+  f32x16 p = set1(1.9875691500e-4f);
+  p = fma(p, r, set1(1.3981999507e-3f));
+  p = fma(p, r, set1(8.3334519073e-3f));
+  p = fma(p, r, set1(4.1665795894e-2f));
+  p = fma(p, r, set1(1.6666665459e-1f));
+  p = fma(p, r, set1(5.0000001201e-1f));
+  p = add(fma(p, mul(r, r), r), set1(1.0f));
+  // n reaches 128 and scale_by_power takes 127 at most, hence the doubling first.
+  f32x16 y = scale_by_power(add(p, p), sub(n, set1(1.0f)));
+  y = select(less(x, lowest), zero(), y);
+  return select(less(highest, x), set1(__builtin_inff()), y);
+}
+
+THINFER_INLINE f32x16 sigmoid(f32x16 x) { return div(set1(1.0f), add(set1(1.0f), exp(neg(x)))); }
+
+// tanh by e^2x: absolute error about 1e-7.
+THINFER_INLINE f32x16 tanh(f32x16 x) {
+  const f32x16 e = exp(add(x, x));
+  return sub(set1(1.0f), div(set1(2.0f), add(e, set1(1.0f))));
+}
+
+// Abramowitz and Stegun 7.1.26: absolute error below 2e-7.
+THINFER_INLINE f32x16 erf(f32x16 x) {
+  const f32x16 a = abs(x);
+  const f32x16 t = div(set1(1.0f), fma(set1(0.3275911f), a, set1(1.0f)));
+  f32x16 p = set1(1.061405429f);
+  p = fma(p, t, set1(-1.453152027f));
+  p = fma(p, t, set1(1.421413741f));
+  p = fma(p, t, set1(-0.284496736f));
+  p = fma(p, t, set1(0.254829592f));
+  const f32x16 magnitude = fnma(mul(p, t), exp(neg(mul(a, a))), set1(1.0f));
+  return select(less(x, zero()), neg(magnitude), magnitude);
+}
+
+}  // namespace thinfer::THINFER_ISA
