@@ -1,0 +1,1 @@
+"""Checkpoints: open, list and decode GGUF files and Hugging Face folders."""
