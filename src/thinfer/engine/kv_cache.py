@@ -100,7 +100,9 @@ class KvPool:
         sequence.ids.clear()
 
     def mark_sparse(self, sequence: Sequence, first: int, last: int) -> None:
-        """Remember that positions ``first`` to ``last - 1`` were written under thresholds."""
+        """Remember that positions ``first`` to ``last - 1`` (if any) were written under thresholds."""
+        if first >= last:
+            return
         size = self.layout.block_size
         for index in range(first // size, self.blocks_for(last)):
             self._modes[sequence.blocks[index]] = "sparse"

@@ -1,0 +1,175 @@
+"""Sampler: logits to the next token, in a documented order.
+
+1. end tokens are barred until ``min_tokens`` were generated
+2. repetition penalty (prompt and generated tokens, as Hugging Face), then presence and frequency penalties
+   (generated tokens, as OpenAI)
+3. temperature
+4. top-k, 5. top-p over what top-k left, 6. min-p over what top-p left, each relative to the renormalised rest
+   (Hugging Face's order)
+7. one uniform number from the request's own Philox generator picks the token
+
+Temperature 0 is greedy: after step 2 the largest logit, the lowest id among equals. Ties at the border of top-k stay
+in. The result depends on the request's logits, seed and number of drawn tokens alone, never on its neighbours.
+"""
+
+import secrets
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinfer.core.sampling import SamplingParams
+from thinfer.errors import CheckFailed
+
+Float32 = NDArray[np.float32]
+_BLOCK = 128
+
+
+class Sampler:
+    """Chooses the tokens of one request.
+
+    Attributes:
+        seed: the seed in use; drawn from the system when the parameters have none.
+
+    Example:
+        >>> sampler = Sampler(SamplingParams(temperature=0.0), prompt=[0])
+        >>> sampler.sample(np.array([0.5, 2.0, 1.0], np.float32))
+        1
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Sequence[int] = (), eos_ids: Iterable[int] = ()) -> None:
+        self.params = params
+        self.seed = params.seed if params.seed is not None else secrets.randbits(63)
+        self._random = np.random.Generator(np.random.Philox(self.seed))
+        self._eos = np.array(sorted(eos_ids), np.int64)
+        self._generated: dict[int, int] = {}
+        self._seen = dict.fromkeys(prompt)
+        self._count = 0
+
+    def sample(self, logits: Float32) -> int:
+        """The next token from logits float32 [vocab], which stay as they are; NaN or no finite logit: CheckFailed."""
+        scores = self._penalised(logits)
+        if self.params.temperature == 0:
+            token = int(scores.argmax())
+            _require_finite(scores[token])
+        else:
+            token = self._draw(scores)
+        self._count += 1
+        self._generated[token] = self._generated.get(token, 0) + 1
+        self._seen[token] = None
+        return token
+
+    def _penalised(self, logits: Float32) -> Float32:
+        params = self.params
+        bar = self._count < params.min_tokens and len(self._eos) > 0
+        repetition = params.repetition_penalty != 1 and len(self._seen) > 0
+        counted = (params.presence_penalty != 0 or params.frequency_penalty != 0) and len(self._generated) > 0
+        if not (bar or repetition or counted):
+            return logits
+        scores = logits.copy()
+        if bar:
+            scores[self._eos] = -np.inf
+        if repetition:
+            ids = np.fromiter(self._seen, np.int64, len(self._seen))
+            values = scores[ids]
+            penalty = np.float32(params.repetition_penalty)
+            scores[ids] = np.where(values < 0, values * penalty, values / penalty)
+        if counted:
+            ids = np.fromiter(self._generated, np.int64, len(self._generated))
+            counts = np.fromiter(self._generated.values(), np.float32, len(self._generated))
+            scores[ids] -= np.float32(params.presence_penalty) + np.float32(params.frequency_penalty) * counts
+        return scores
+
+    def _draw(self, scores: Float32) -> int:
+        params = self.params
+        top = scores.max()
+        _require_finite(top)
+        limit = params.top_k if params.top_k else len(scores)
+        if params.top_p < 1 or limit < len(scores):
+            ids, weights = self._nucleus(scores, top, limit)
+            if params.min_p > 0:
+                # Weights are relative to the largest, which is 1.
+                keep = weights >= params.min_p
+                ids, weights = ids[keep], weights[keep]
+            return int(ids[_pick(weights, self._random.random())])
+        weights = _weights(scores, top, params.temperature)
+        if params.min_p > 0:
+            weights[weights < params.min_p] = 0
+        return _pick(weights, self._random.random())
+
+    def _nucleus(self, scores: Float32, top: np.float32, limit: int) -> tuple[NDArray[np.int64], Float32]:
+        """Ids and weights, largest first, that top-k and top-p leave."""
+        params = self.params
+        if limit < len(scores):
+            ids = _largest(scores, limit)
+            weights = _weights(scores[ids], top, params.temperature)
+            if params.top_p >= 1:
+                return ids, weights
+            mass = weights.sum(dtype=np.float64)
+        else:
+            # Without top-k the nucleus is usually small: sort the largest few, more only while they fall short.
+            mass = _weights(scores, top, params.temperature).sum(dtype=np.float64)
+            limit = 256
+            while True:
+                ids = _largest(scores, limit)
+                weights = _weights(scores[ids], top, params.temperature)
+                if weights.sum(dtype=np.float64) >= params.top_p * mass or len(ids) == len(scores):
+                    break
+                limit *= 8
+        # The token that crosses top_p belongs to the nucleus.
+        before = np.cumsum(weights, dtype=np.float64) - weights
+        keep = before < params.top_p * mass
+        keep[0] = True
+        return ids[keep], weights[keep]
+
+
+def _weights(scores: Float32, top: np.float32, temperature: float) -> Float32:
+    """Probabilities relative to the largest one, which has weight 1."""
+    weights = scores - top
+    weights /= np.float32(temperature)
+    return np.exp(weights, out=weights)
+
+
+def _pick(weights: Float32, uniform: float) -> int:
+    """Index whose share of the summed weights holds the point ``uniform`` in [0, 1).
+
+    Block sums first: a running sum over a large vocabulary would take longer than all the rest.
+    """
+    starts = np.arange(0, len(weights), _BLOCK)
+    ends = np.cumsum(np.add.reduceat(weights, starts), dtype=np.float64)
+    point = min(uniform * ends[-1], float(np.nextafter(ends[-1], 0)))
+    block = int(np.searchsorted(ends, point, side="right"))
+    inside = weights[starts[block] : starts[block] + _BLOCK]
+    rest = point - (ends[block - 1] if block else 0.0)
+    place = int(np.searchsorted(np.cumsum(inside, dtype=np.float64), rest, side="right"))
+    # The two sums round differently, so the point may lie past the block's end: its last index of any weight is meant.
+    return int(starts[block]) + min(place, int(np.flatnonzero(inside)[-1]))
+
+
+def _largest(scores: Float32, count: int) -> NDArray[np.int64]:
+    """Ids of the ``count`` largest scores and of ties with the last of them, largest first, equal ones by id.
+
+    The count-th largest of the maxima of blocks is a lower bound of the count-th largest score, so one pass leaves
+    few candidates: a large vocabulary takes a fraction of a full partition.
+    """
+    blocks = len(scores) // _BLOCK
+    candidates: NDArray[np.int64] = np.arange(len(scores))
+    if count < blocks:
+        maxima = scores[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
+        bound = np.partition(maxima, blocks - count)[blocks - count]
+        candidates = np.flatnonzero(scores >= bound)
+    if count < len(candidates):
+        values = scores[candidates]
+        last = np.partition(values, len(values) - count)[len(values) - count]
+        candidates = candidates[values >= last]
+    order = np.lexsort((candidates, -scores[candidates]))
+    return candidates[order]
+
+
+def _require_finite(largest: np.floating) -> None:
+    """The maximum of NaN and numbers is NaN, so one look tells whether the logits are usable."""
+    if not np.isfinite(largest):
+        raise CheckFailed(
+            f"the logits hold {largest}: the weights or the activations overflow; check the file with `thinfer info` "
+            "or run with activations f32"
+        )

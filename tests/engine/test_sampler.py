@@ -1,0 +1,113 @@
+"""The sampler against the definitions, step by step."""
+
+import numpy as np
+import pytest
+
+from thinfer.core.sampling import SamplingParams
+from thinfer.engine.sampler import Sampler, _largest, _pick
+from thinfer.errors import CheckFailed
+
+
+def draw(logits, count=4000, seed=0, **params):
+    """Frequencies of `count` first tokens, each from its own request."""
+    picked = [Sampler(SamplingParams(seed=seed + i, **params)).sample(logits) for i in range(count)]
+    return np.bincount(picked, minlength=len(logits)) / count
+
+
+def test_greedy_takes_the_lowest_id_among_equals():
+    logits = np.array([0.0, 3.0, 3.0, -1.0], np.float32)
+    assert Sampler(SamplingParams(temperature=0.0)).sample(logits) == 1
+
+
+def test_temperature_follows_softmax():
+    logits = np.array([0.0, 1.0, 2.0], np.float32)
+    expected = np.exp(logits / 0.5) / np.exp(logits / 0.5).sum()
+    assert np.abs(draw(logits, temperature=0.5) - expected).max() < 0.03
+
+
+def test_top_k_keeps_the_largest_and_ties_at_the_border():
+    logits = np.array([1.0, 5.0, 4.0, 4.0, 0.0], np.float32)
+    assert set(np.flatnonzero(draw(logits, 500, top_k=2))) == {1, 2, 3}
+    assert set(np.flatnonzero(draw(logits, 500, top_k=1))) == {1}
+
+
+def test_top_p_keeps_the_token_that_crosses_the_border():
+    logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
+    assert set(np.flatnonzero(draw(logits, 800, top_p=0.6))) == {0, 1}
+    assert set(np.flatnonzero(draw(logits, 800, top_p=0.01))) == {0}
+
+
+def test_top_p_is_relative_to_what_top_k_left():
+    logits = np.log(np.array([0.4, 0.3, 0.2, 0.1], np.float32))
+    # After top-k 2 the first token has 0.571 of the rest, so 0.5 is reached at once.
+    assert set(np.flatnonzero(draw(logits, 500, top_k=2, top_p=0.5))) == {0}
+
+
+def test_min_p_is_relative_to_the_largest():
+    logits = np.log(np.array([0.6, 0.3, 0.07, 0.03], np.float32))
+    assert set(np.flatnonzero(draw(logits, 800, min_p=0.2))) == {0, 1}
+    assert set(np.flatnonzero(draw(logits, 800, min_p=0.2, top_k=3))) == {0, 1}
+
+
+def test_wide_nucleus_over_a_large_vocabulary():
+    logits = np.zeros(5000, np.float32)
+    picked = draw(logits, 2000, top_p=0.5)
+    assert np.flatnonzero(picked).max() < 2600
+
+
+def test_repetition_penalty_as_hugging_face():
+    sampler = Sampler(SamplingParams(temperature=0.0, repetition_penalty=2.0), prompt=[0, 3, 3])
+    scores = sampler._penalised(np.array([4.0, 1.0, -1.0, -2.0], np.float32))
+    assert scores.tolist() == [2.0, 1.0, -1.0, -4.0]
+
+
+def test_presence_and_frequency_count_generated_tokens_only():
+    params = SamplingParams(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
+    sampler = Sampler(params, prompt=[1])
+    logits = np.array([4.0, 1.0, 0.0], np.float32)
+    assert [sampler.sample(logits) for _ in range(2)] == [0, 0]
+    assert sampler._penalised(logits).tolist() == [3.0, 1.0, 0.0]
+    assert logits.tolist() == [4.0, 1.0, 0.0]
+
+
+def test_end_tokens_are_barred_until_min_tokens():
+    sampler = Sampler(SamplingParams(temperature=0.0, min_tokens=2, max_tokens=8), eos_ids=[0])
+    logits = np.array([9.0, 1.0], np.float32)
+    assert [sampler.sample(logits) for _ in range(3)] == [1, 1, 0]
+
+
+def test_seed_decides_and_is_reported():
+    logits = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    first = Sampler(SamplingParams())
+    second = Sampler(SamplingParams(seed=first.seed))
+    assert [first.sample(logits) for _ in range(20)] == [second.sample(logits) for _ in range(20)]
+    assert Sampler(SamplingParams()).seed != first.seed
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_unusable_logits_are_an_error(temperature, bad):
+    logits = np.array([0.0, bad, 1.0], np.float32)
+    with pytest.raises(CheckFailed, match="logits"):
+        Sampler(SamplingParams(temperature=temperature)).sample(logits)
+    with pytest.raises(CheckFailed, match="logits"):
+        Sampler(SamplingParams(temperature=temperature)).sample(np.full(3, -np.inf, np.float32))
+
+
+@pytest.mark.parametrize("size", [1, 5, 127, 128, 129, 4000])
+@pytest.mark.parametrize("count", [1, 3, 40, 4000])
+def test_largest_equals_a_full_sort(size, count):
+    scores = np.round(np.random.default_rng(size).standard_normal(size), 1).astype(np.float32)
+    ids = _largest(scores, count)
+    order = np.lexsort((np.arange(size), -scores))
+    last = scores[order[min(count, size) - 1]]
+    assert ids.tolist() == [i for i in order if scores[i] >= last]
+
+
+def test_pick_covers_the_line_in_proportion():
+    weights = np.zeros(300, np.float32)
+    weights[[0, 130, 299]] = [1, 2, 3]
+    picked = [_pick(weights, u) for u in np.linspace(0, 1, 600, endpoint=False)]
+    counts = np.bincount(picked, minlength=300)
+    assert np.abs(counts[[0, 130, 299]] - [100, 200, 300]).max() <= 1
+    assert _pick(weights, np.nextafter(1, 0)) == 299
