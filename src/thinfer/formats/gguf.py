@@ -92,7 +92,7 @@ class GgufCheckpoint:
     def fingerprint(self) -> str:
         """Return the SHA-256 (hexadecimal) over the header and samples of every tensor."""
         if self._fingerprint is None:
-            digest = hashlib.sha256(self._file.view(0, min(self._header_bytes, self._file.size)))
+            digest = hashlib.sha256(self._file.read(0, self._header_bytes))
             self._file.hash_samples(((self._offsets[n], t.nbytes) for n, t in self._tensors.items()), digest)
             self._fingerprint = digest.hexdigest()
         return self._fingerprint

@@ -12,11 +12,8 @@ from mmap import mmap
 from typing import overload
 
 import numpy as np
-import numpy.typing as npt
 
 from thinfer.errors import CheckpointError, UnsupportedError
-
-Value = "int | float | bool | str | npt.NDArray[np.generic] | StringArray | list[object]"
 
 _SCALARS = {
     0: "<u1",

@@ -80,7 +80,7 @@ class HfCheckpoint:
         if self._fingerprint is None:
             digest = hashlib.sha256((self.path / "config.json").read_bytes())
             for file, tensors, header_bytes in self._files:
-                digest.update(file.view(0, header_bytes))
+                digest.update(file.read(0, header_bytes))
                 file.hash_samples(((t.offset, t.info.nbytes) for t in tensors.values()), digest)
             self._fingerprint = digest.hexdigest()
         return self._fingerprint

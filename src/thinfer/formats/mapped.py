@@ -52,6 +52,10 @@ class MappedFile:
         """Return ``nbytes`` bytes from ``offset`` as a read-only array without copying; the caller keeps in bounds."""
         return np.frombuffer(self.map, np.uint8, nbytes, offset)
 
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """Return a copy of ``nbytes`` bytes from ``offset``."""
+        return self.map[offset : offset + nbytes]
+
     def release(self, offset: int, nbytes: int) -> None:
         """Let the system drop the resident pages of a range; they are read again from the file when touched."""
         start = offset - offset % mmap.PAGESIZE

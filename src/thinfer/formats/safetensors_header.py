@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from thinfer.errors import CheckpointError
 from thinfer.formats.json_file import parse_json
@@ -84,5 +85,5 @@ def _tensor(file: MappedFile, start: int, name: str, entry: object) -> StoredTen
     return StoredTensor(TensorInfo(name, tuple(shape), dtype, end - begin), start + begin)
 
 
-def _naturals(value: object) -> bool:
+def _naturals(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 63 for v in value)
