@@ -95,31 +95,6 @@ class Graph:
                 names.add(node.output)
         return frozenset(names)
 
-    def segments(self) -> tuple[Segment, ...]:
-        """Longest runs of consecutive nodes with one executor, in order.
-
-        Two neighbours where the second reads no output of the first may run at the same time.
-        """
-        cuts = [0]
-        for i in range(1, len(self.nodes)):
-            if self.nodes[i].executor != self.nodes[i - 1].executor:
-                cuts.append(i)
-        cuts.append(len(self.nodes))
-        return tuple(self._segment(a, b) for a, b in zip(cuts, cuts[1:], strict=False))
-
-    def _segment(self, first: int, last: int) -> Segment:
-        inside = self.nodes[first:last]
-        made = [node.output for node in inside]
-        read = [name for node in inside for name in node.inputs if name not in made]
-        outside = {name for node in self.nodes[last:] for name in node.inputs} | {self.logits}
-        return Segment(
-            first,
-            last,
-            inside[0].executor,
-            tuple(dict.fromkeys(read)),
-            tuple(name for name in made if name in outside),
-        )
-
 
 def split_ffn(graph: Graph, layer: int, neuron_ids: Sequence[int], executor: str = "reference") -> Graph:
     """Split one layer's FFN by neuron ids: `neuron_ids` run on `executor`, the others where they ran; an add joins.
@@ -152,10 +127,10 @@ def split_ffn(graph: Graph, layer: int, neuron_ids: Sequence[int], executor: str
     kept = [i for i in range(neurons) if i not in gone]
 
     buffers = dict(graph.buffers)
-    branch_a = _branch((gate_up, act, down), "split", moved, executor, buffers, neurons)
+    branch_a = _branch((gate_up, act, down), "split", moved, executor=executor, buffers=buffers, neurons=neurons)
     no_bias = {**branch_a[2].attrs, "biases": ("",) * len(down.weights)}
     branch_a = (*branch_a[:2], replace(branch_a[2], attrs=no_bias))
-    branch_b = _branch((gate_up, act, down), "rest", kept, down.executor, buffers, neurons)
+    branch_b = _branch((gate_up, act, down), "rest", kept, executor=down.executor, buffers=buffers, neurons=neurons)
     join = Node("add", (branch_a[2].output, branch_b[2].output), down.output, executor=down.executor)
     for name in (gate_up.output, act.output):
         del buffers[name]
@@ -171,6 +146,7 @@ def _branch(
     ffn: tuple[Node, Node, Node],
     suffix: str,
     ids: list[int],
+    *,
     executor: str,
     buffers: dict[str, int],
     neurons: int,

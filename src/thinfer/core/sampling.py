@@ -34,7 +34,8 @@ class SamplingParams:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
+        stop: object = self.stop
+        if isinstance(stop, str):
             raise UsageError("stop must be a tuple of strings, not one string")
         object.__setattr__(self, "stop", tuple(self.stop))
         checks = (

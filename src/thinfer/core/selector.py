@@ -38,9 +38,7 @@ class ThresholdSelector:
             if not threshold >= 0:
                 raise ArtifactError(f"threshold of {site} must be 0 or more, not {threshold}")
 
-    def keep(
-        self, site: str, x: NDArray[np.float32], columns: Sequence[int] | None = None
-    ) -> NDArray[np.bool_] | None:
+    def keep(self, site: str, x: NDArray[np.float32], columns: Sequence[int] | None = None) -> NDArray[np.bool_] | None:
         """Which entries of x [rows, channels] are kept at this site; None means all.
 
         `columns` names the channel of each column of x when x holds only some of them.
@@ -67,9 +65,7 @@ class ThresholdSelector:
         return section, tensors
 
     @classmethod
-    def from_section(
-        cls, section: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]
-    ) -> ThresholdSelector:
+    def from_section(cls, section: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> ThresholdSelector:
         """The selector that `to_section` stored; ArtifactError when a field is missing or has a wrong type."""
         prefix = "selector.scale."
         try:
