@@ -1,0 +1,129 @@
+"""Reads the GGUF keys that all architectures share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from thinfer.core.config import ModelConfig, Rope
+from thinfer.errors import CheckpointError, UnsupportedError
+from thinfer.formats.checkpoint import Checkpoint
+from thinfer.models.rope import make_rope
+
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+class Keys:
+    """Typed access to `{arch}.*` keys of a GGUF file."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.metadata = checkpoint.metadata
+        self.arch = str(checkpoint.metadata.get("general.architecture"))
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number; `default` where the key is absent."""
+        key = f"{self.arch}.{name}"
+        value: Any = self.metadata.get(key, default)
+        if value is None:
+            raise CheckpointError(f"GGUF key {key} is missing")
+        if isinstance(value, (bool, str)) or np.ndim(value) or not math.isfinite(value):
+            raise CheckpointError(f"GGUF key {key} must be one number, not {value!r}")
+        return float(value)
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self.number(name, default)
+        if value < 1 or value != int(value):
+            raise CheckpointError(f"GGUF key {self.arch}.{name} must be a positive whole number, not {value}")
+        return int(value)
+
+    def token(self, name: str) -> int | None:
+        """The token id of tokenizer.ggml.{name}, or None."""
+        value = self.metadata.get(f"tokenizer.ggml.{name}")
+        return None if value is None else int(str(value))
+
+
+def config_from_gguf(checkpoint: Checkpoint, **given: Any) -> ModelConfig:
+    """The ModelConfig of a GGUF file; `given` are the fields that an architecture sets itself.
+
+    Biases and a separate head are there when their tensors are. Raises CheckpointError for missing or impossible
+    keys, UnsupportedError for features that are not built.
+    """
+    keys = Keys(checkpoint)
+    tensors = checkpoint.tensors
+    if keys.number("expert_count", 0) > 0:
+        raise UnsupportedError(f"GGUF architecture {keys.arch} with experts is not supported; dense models are")
+    hidden = keys.integer("embedding_length")
+    heads = keys.integer("attention.head_count")
+    kv_heads = keys.integer("attention.head_count_kv", heads)
+    if heads % kv_heads:
+        raise CheckpointError(f"{keys.arch}: {heads} attention heads are not a multiple of {kv_heads} key-value heads")
+    head_dim = keys.integer("attention.key_length", hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if keys.integer(name, head_dim) != head_dim:
+            raise UnsupportedError(f"GGUF key {keys.arch}.{name} differs from the head width {head_dim}: not supported")
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError("tensor token_embd.weight is missing")
+    layers = keys.integer("block_count")
+    max_positions = keys.integer("context_length")
+    window = int(keys.number("attention.sliding_window", 0)) or None
+    ends = [keys.token(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
+    built: dict[str, Any] = {
+        "model_type": keys.arch,
+        "hidden_size": hidden,
+        "intermediate_size": keys.integer("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "vocab_size": embedding.shape[0],
+        "max_position_embeddings": max_positions,
+        "rope": rope_from_gguf(checkpoint, keys, head_dim, max_positions),
+        "sliding_window": window,
+        "layer_windows": (window,) * layers,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "output_bias": "blk.0.attn_output.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "bos_token_id": keys.token("bos_token_id"),
+        "eos_token_ids": tuple(dict.fromkeys(end for end in ends if end is not None)),
+    }
+    return ModelConfig(**(built | given))
+
+
+def rope_from_gguf(checkpoint: Checkpoint, keys: Keys, head_dim: int, max_positions: int) -> Rope:
+    """Frequencies from rope.freq_base and rope.scaling.*, divided by rope_freqs.weight where the file has one."""
+    kind = str(keys.metadata.get(f"{keys.arch}.rope.scaling.type", "none"))
+    scaling: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind}
+    if kind == "linear":
+        scaling["factor"] = keys.number("rope.scaling.factor")
+    elif kind == "yarn":
+        factor = keys.number("rope.scaling.factor")
+        scale = keys.number("rope.scaling.yarn_attn_factor", keys.number("rope.scaling.attn_factor", 1.0))
+        scaling |= {
+            "factor": factor,
+            "original_max_position_embeddings": keys.integer("rope.scaling.original_context_length", max_positions),
+            "beta_fast": keys.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": keys.number("rope.scaling.yarn_beta_slow", 1.0),
+            # llama.cpp multiplies this key with the magnitude that yarn gives; transformers' field replaces it.
+            "attention_factor": scale * (0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0),
+        }
+    rope = make_rope(head_dim, keys.number("rope.freq_base", 10000.0), scaling, max_positions)
+    if _ROPE_FACTORS not in checkpoint.tensors:
+        return rope
+    factors = checkpoint.decode(_ROPE_FACTORS)
+    if factors.shape != (head_dim // 2,) or not np.all(factors > 0):
+        raise CheckpointError(f"tensor {_ROPE_FACTORS} must hold {head_dim // 2} positive factors")
+    scaled = np.asarray(rope.inv_freq, np.float32) / factors
+    return replace(rope, inv_freq=tuple(float(f) for f in scaled))
+
+
+def used_by_config(name: str) -> bool:
+    """Whether a tensor was read into the configuration, so that it is not one of the ignored."""
+    return name == _ROPE_FACTORS

@@ -1,0 +1,150 @@
+"""Reads the fields of config.json that all architectures share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from thinfer.core.config import ModelConfig, Rope
+from thinfer.errors import CheckpointError, UnsupportedError
+from thinfer.kernels.gated_act import ACTS
+from thinfer.models.rope import make_rope
+
+
+class Fields:
+    """Typed access to a JSON object; every complaint names the field and what it holds."""
+
+    def __init__(self, values: Mapping[str, Any], where: str) -> None:
+        self.values = values
+        self.where = where
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1; `default` where the field is absent or null."""
+        value = self.optional_integer(name, default)
+        if value is None:
+            raise CheckpointError(f"{self.where}: {name} is missing")
+        return value
+
+    def optional_integer(self, name: str, default: int | None = None) -> int | None:
+        """A whole number of at least 1, or `default`."""
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise CheckpointError(f"{self.where}: {name} must be a positive whole number, not {value!r}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A positive number."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise CheckpointError(f"{self.where}: {name} must be a positive number, not {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        """True or false."""
+        value = self.values.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.where}: {name} must be true or false, not {value!r}")
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """Token ids: absent, one number, or a list."""
+        return token_ids(self.values.get(name), f"{self.where}: {name}")
+
+
+def token_ids(value: object, where: str) -> tuple[int, ...]:
+    """Token ids of a field that is null, one number, or a list of numbers."""
+    items = [] if value is None else value if isinstance(value, list) else [value]
+    for item in items:
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise CheckpointError(f"{where} must hold token ids, not {item!r}")
+    return tuple(dict.fromkeys(items))
+
+
+def config_from_hf(values: Mapping[str, Any], **given: Any) -> ModelConfig:
+    """The ModelConfig of a config.json; `given` are the fields that an architecture sets itself.
+
+    Raises CheckpointError for missing or impossible values, UnsupportedError for features that are not built.
+    """
+    fields = Fields(values, "config.json")
+    if values.get("quantization_config") is not None:
+        method = Fields(values["quantization_config"], "quantization_config").values.get("quant_method")
+        raise UnsupportedError(
+            f"config.json: weights quantised by {method!r} are not supported; use the float checkpoint or a GGUF file"
+        )
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
+    kv_heads = fields.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise CheckpointError(f"config.json: {heads} attention heads are not a multiple of {kv_heads} key-value heads")
+    head_dim = fields.integer("head_dim", hidden // heads)
+    max_positions = fields.integer("max_position_embeddings", 2048)
+    layers = fields.integer("num_hidden_layers")
+    act = check_act(values.get("hidden_act", "silu"))
+    bos = fields.ids("bos_token_id")
+    built: dict[str, Any] = {
+        "model_type": str(values.get("model_type")),
+        "hidden_size": hidden,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_act": act,
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "vocab_size": fields.integer("vocab_size"),
+        "max_position_embeddings": max_positions,
+        "rope": rope_from_hf(fields, head_dim, max_positions),
+        "layer_windows": (None,) * layers,
+        "tie_word_embeddings": fields.flag("tie_word_embeddings"),
+        "bos_token_id": bos[0] if bos else None,
+        "eos_token_ids": fields.ids("eos_token_id"),
+    }
+    return ModelConfig(**(built | given))
+
+
+def check_act(name: object) -> str:
+    """The activation's name, if it is built."""
+    if not isinstance(name, str) or name not in ACTS:
+        raise UnsupportedError(f"activation {name!r} is not supported; supported: {', '.join(ACTS)}")
+    return name
+
+
+def rope_from_hf(fields: Fields, head_dim: int, max_positions: int) -> Rope:
+    """Frequencies from rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
+    scaling = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
+    if not isinstance(scaling, Mapping):
+        raise CheckpointError(f"{fields.where}: rope scaling must be an object, not {scaling!r}")
+    if any(isinstance(value, Mapping) for value in scaling.values()):
+        raise UnsupportedError(f"{fields.where}: a rope scaling per kind of layer is not supported")
+    share = scaling.get("partial_rotary_factor", fields.values.get("partial_rotary_factor"))
+    if share not in (None, 1, 1.0):
+        raise UnsupportedError(f"{fields.where}: partial_rotary_factor {share} is not supported, only whole heads")
+    theta = Fields(scaling, fields.where).number("rope_theta", fields.number("rope_theta", 10000.0))
+    return make_rope(head_dim, theta, scaling, max_positions)
+
+
+def upper_windows(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen's sliding window: off unless use_sliding_window, by layer_types or from max_window_layers on.
+
+    Returns the fields sliding_window and layer_windows of a ModelConfig.
+    """
+    fields = Fields(values, "config.json")
+    layers = fields.integer("num_hidden_layers")
+    window = fields.optional_integer("sliding_window", 4096) if fields.flag("use_sliding_window") else None
+    types = values.get("layer_types")
+    if types is None:
+        first = values.get("max_window_layers", 28)
+        types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
+    known = {"full_attention": None, "sliding_attention": window}
+    if not isinstance(types, list) or len(types) != layers:
+        raise CheckpointError(f"config.json: layer_types must be a list of {layers} entries")
+    unknown = sorted({str(kind) for kind in types if kind not in known})
+    if unknown:
+        raise UnsupportedError(
+            f"config.json: layer type {unknown[0]!r} is not supported; supported: {', '.join(known)}"
+        )
+    return {"sliding_window": window, "layer_windows": tuple(known[kind] for kind in types)}

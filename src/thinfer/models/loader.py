@@ -1,0 +1,141 @@
+"""Turns a checkpoint into a Model: configuration, graph, and weights in the engine's own order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinfer.core.config import ModelConfig
+from thinfer.core.graph import Graph
+from thinfer.errors import CheckpointError
+from thinfer.formats.checkpoint import Checkpoint
+from thinfer.models import gguf_config
+from thinfer.models.blocks import EMBEDDING, HEAD, WeightSpec
+from thinfer.models.hf_config import token_ids
+from thinfer.models.registry import find_architecture
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """Where one weight lies in its checkpoint.
+
+    `row_index` is None, or for each index of the weight's first axis the stored one: `stored[row_index]` is in the
+    engine's order (rotate-half rope). `type` and `shape` are as in TensorInfo.
+    """
+
+    checkpoint: Checkpoint
+    stored_name: str
+    type: str
+    shape: tuple[int, ...]
+    row_index: NDArray[np.int32] | None
+
+    @property
+    def raw(self) -> NDArray[np.uint8]:
+        """Stored bytes, read-only [rows, row_bytes] in stored order; a 1-D weight is one row."""
+        return self.checkpoint.raw(self.stored_name)
+
+    def float32(self) -> NDArray[np.float32]:
+        """Decoded values of the weight's shape, in the engine's order."""
+        values = self.checkpoint.decode(self.stored_name)
+        return values if self.row_index is None else values[self.row_index]
+
+    def release(self) -> None:
+        """Let the system drop the source's pages; they are read again when needed."""
+        self.checkpoint.release(self.stored_name)
+
+
+class Weights:
+    """Weights of a model by their Hugging Face names; a tied head is the embedding."""
+
+    def __init__(self, sources: Mapping[str, WeightSource]) -> None:
+        self._sources = dict(sources)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sources
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names; a tied head is not among them, though `source` knows it."""
+        return tuple(name for name, s in self._sources.items() if name != HEAD or s is not self._sources[EMBEDDING])
+
+    def source(self, name: str) -> WeightSource:
+        """Where a weight lies; CheckpointError when the model has no such weight."""
+        source = self._sources.get(name)
+        if source is None:
+            raise CheckpointError(f"the model has no weight {name}")
+        return source
+
+    def float32(self, name: str) -> NDArray[np.float32]:
+        """The decoded weight, in the engine's order."""
+        return self.source(name).float32()
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A checkpoint understood: everything an executor needs, no weight decoded yet.
+
+    `ignored` names the checkpoint's tensors that the graph does not use.
+    """
+
+    config: ModelConfig
+    graph: Graph
+    weights: Weights
+    ignored: tuple[str, ...]
+    checkpoint: Checkpoint
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weight values; a tied head counts once."""
+        return sum(int(np.prod(self.weights.source(name).shape)) for name in self.weights.names)
+
+
+def load_model(checkpoint: Checkpoint) -> Model:
+    """Read a checkpoint's configuration and check every weight's presence and shape against it.
+
+    Raises UnsupportedError for an architecture or feature that is not built, CheckpointError for missing tensors (all
+    are listed) and for a shape that does not fit the configuration (the tensor, both shapes).
+
+    Example: `load_model(open_checkpoint("model.gguf")).config.num_hidden_layers`.
+    """
+    architecture = find_architecture(checkpoint)
+    gguf = checkpoint.kind == "gguf"
+    if gguf:
+        config = architecture.config_from_gguf(checkpoint)
+    else:
+        config = _with_generation_ends(architecture.config_from_hf(checkpoint.metadata), checkpoint)
+    specs = list(architecture.weights(config))
+    stored = {spec.name: spec.gguf_name if gguf else spec.name for spec in specs}
+    missing = [name for name in stored.values() if name not in checkpoint.tensors]
+    if missing:
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise CheckpointError(f"{checkpoint.path}: {len(missing)} tensors are missing: {shown}")
+    interleaved = gguf and architecture.INTERLEAVED_GGUF
+    sources = {spec.name: _source(checkpoint, spec, stored[spec.name], interleaved) for spec in specs}
+    if config.tie_word_embeddings:
+        sources[HEAD] = sources[EMBEDDING]
+    used = set(stored.values())
+    ignored = tuple(n for n in checkpoint.tensors if n not in used and not (gguf and gguf_config.used_by_config(n)))
+    return Model(config, architecture.build(config), Weights(sources), ignored, checkpoint)
+
+
+def _with_generation_ends(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
+    """generation_config's end-of-text tokens, where it has any: chat models end turns with others than config.json."""
+    ends = token_ids(checkpoint.generation_config.get("eos_token_id"), "generation_config.json: eos_token_id")
+    return replace(config, eos_token_ids=ends) if ends else config
+
+
+def _source(checkpoint: Checkpoint, spec: WeightSpec, stored: str, interleaved: bool) -> WeightSource:
+    info = checkpoint.tensors[stored]
+    if info.shape != spec.shape:
+        raise CheckpointError(
+            f"{checkpoint.path}: tensor {stored} has shape {info.shape}, but the configuration needs {spec.shape}"
+        )
+    index = None
+    if interleaved and spec.rotary_heads:
+        # Stored row (head, j, half) is row (head, half, j) of the engine.
+        rows = np.arange(spec.shape[0], dtype=np.int32).reshape(spec.rotary_heads, -1, 2)
+        index = rows.swapaxes(1, 2).reshape(-1)
+    return WeightSource(checkpoint, stored, info.type, info.shape, index)
