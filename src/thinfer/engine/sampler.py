@@ -125,9 +125,10 @@ class Sampler:
 
 def _weights(scores: Float32, top: np.float32, temperature: float) -> Float32:
     """Probabilities relative to the largest one, which has weight 1."""
-    weights = scores - top
+    weights: Float32 = scores - top
     weights /= np.float32(temperature)
-    return np.exp(weights, out=weights)
+    np.exp(weights, out=weights)
+    return weights
 
 
 def _pick(weights: Float32, uniform: float) -> int:

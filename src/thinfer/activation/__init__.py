@@ -1,0 +1,1 @@
+"""Activation sparsity: selectors made from observations, at rates found by measurement."""

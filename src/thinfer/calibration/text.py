@@ -1,0 +1,124 @@
+"""Calibration text: a file becomes seeded windows of tokens, with a hash that names them."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from thinfer.data import calibration_text
+from thinfer.errors import CheckpointError, UsageError
+
+DEFAULT_SOURCE = "war-and-peace-excerpt"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenWindows:
+    """Windows of one length, cut without overlap from a packed text.
+
+    Attributes:
+        windows: token ids, each window with the model's begin token first if it has one.
+        held_out: windows of the same text that share no token with `windows`.
+        source: name of the text.
+        sha256: hash of the text's bytes.
+        length: tokens of one window.
+        seed: what chose the windows.
+    """
+
+    windows: tuple[tuple[int, ...], ...]
+    held_out: tuple[tuple[int, ...], ...]
+    source: str
+    sha256: str
+    length: int
+    seed: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of `windows` together."""
+        return len(self.windows) * self.length
+
+
+def read_documents(path: str | Path | None) -> tuple[list[str], str, str]:
+    """Documents of a text file, or of a .jsonl file with one object with a "text" a line; None: the built-in text.
+
+    Returns:
+        The documents, the name of the source, and the SHA-256 of its bytes.
+
+    Raises:
+        CheckpointError: the file is missing or not UTF-8.
+        UsageError: a line is not an object with a "text", or there is no text at all.
+    """
+    if path is None:
+        text = calibration_text()
+        return [text], DEFAULT_SOURCE, hashlib.sha256(text.encode()).hexdigest()
+    path = Path(path)
+    try:
+        blob = path.read_bytes()
+        content = blob.decode("utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; check the path") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from error
+    documents = _json_lines(path, content) if path.suffix == ".jsonl" else [content]
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise UsageError(f"{path}: holds no text")
+    return documents, path.name, hashlib.sha256(blob).hexdigest()
+
+
+def token_windows(
+    encode: Callable[[str], list[int]],
+    *,
+    path: str | Path | None = None,
+    samples: int = 16,
+    held_out: int = 8,
+    length: int = 512,
+    seed: int = 0,
+    bos_id: int | None = None,
+) -> TokenWindows:
+    """Pack the documents' tokens one after another and choose windows by seed.
+
+    Args:
+        encode: text to token ids, without special tokens.
+        path: a text or .jsonl file; None: the built-in text.
+        samples: windows to observe.
+        held_out: further windows to measure on.
+        length: tokens of each window, the begin token included.
+        seed: chooses which windows.
+        bos_id: begin token put first in every window; None: none.
+
+    Raises:
+        UsageError: the text is too short; the message says how many tokens it has and how many are needed.
+    """
+    documents, source, digest = read_documents(path)
+    stream = [token for document in documents for token in encode(document)]
+    prefix = () if bos_id is None else (bos_id,)
+    body = length - len(prefix)
+    if body < 2:
+        raise UsageError(f"windows of {length} tokens are too short; use at least {2 + len(prefix)}")
+    available, needed = len(stream) // body, samples + held_out
+    if available < needed:
+        raise UsageError(
+            f"{source} has {len(stream)} tokens, {needed} windows of {length} need {needed * body}; "
+            "give a longer text, fewer samples or shorter windows"
+        )
+    order = np.random.Generator(np.random.Philox(seed)).permutation(available)[:needed]
+    chosen = tuple((*prefix, *stream[index * body : (index + 1) * body]) for index in map(int, order))
+    return TokenWindows(chosen[:samples], chosen[samples:], source, digest, length, seed)
+
+
+def _json_lines(path: Path, content: str) -> list[str]:
+    documents = []
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UsageError(f'{path}: line {number} is not a JSON object with a "text"') from error
+        if not isinstance(text, str):
+            raise UsageError(f'{path}: line {number}: "text" is not a string')
+        documents.append(text)
+    return documents

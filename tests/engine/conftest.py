@@ -1,0 +1,19 @@
+"""The tiny model that the engine's tests share."""
+
+import pytest
+
+from thinfer.formats.checkpoint import open_checkpoint
+from thinfer.models.loader import load_model
+from tiny_llama import write_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tiny_folder):
+    checkpoint = open_checkpoint(tiny_folder)
+    yield load_model(checkpoint)
+    checkpoint.close()
