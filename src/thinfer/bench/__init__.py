@@ -1,0 +1,1 @@
+"""Measuring: prefill and decode speed, kernels, other engines on the same file, and the demo's table."""

@@ -1,0 +1,103 @@
+"""``thinfer calibrate``: find the thresholds under which a model skips input channels."""
+
+import json
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thinfer.cli import options as opt
+from thinfer.errors import UsageError
+
+
+class Method(StrEnum):
+    """How a channel is scored."""
+
+    teal = "teal"
+    wina = "wina"
+
+
+class Allocation(StrEnum):
+    """How the sparsity is spread over the inputs."""
+
+    uniform = "uniform"
+    greedy = "greedy"
+
+
+def calibrate(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Instead of -m.")] = None,
+    model: opt.Model = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write; it points to MODEL.")] = None,
+    method: Annotated[
+        Method, typer.Option("--method", help="teal scores |x|; wina |x| times the norm of the channel's weights.")
+    ] = Method.teal,
+    sparsity: Annotated[
+        float | None, typer.Option("--sparsity", help="Fraction of input channels to skip, 0 to below 1.")
+    ] = None,
+    max_ppl_increase: Annotated[
+        str | None,
+        typer.Option("--max-ppl-increase", metavar="PERCENT", help="Instead: save the most bytes inside this, as 2%."),
+    ] = None,
+    allocation: Annotated[
+        Allocation | None, typer.Option("--allocation", help="[default: the one that measures better for the goal]")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="UTF-8 text to observe. [default: an excerpt that ships with thinfer]")
+    ] = None,
+    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Windows of the text to observe.")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Which windows.")] = 0,
+    threads: opt.Threads = None,
+    isa: opt.Isa = None,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Observe the inputs of every linear layer on a text and store one threshold for each distinct input.
+
+    Writes thinfer.json and thinfer.safetensors, tied to the weights by hash; stdout has the report as JSON. Then
+    `thinfer run -m DIR` skips at decode; --sparsity 0 there runs dense.
+    """
+    reference, rest = opt.one_model(model, arguments or [], "calibrate")
+    if rest:
+        raise UsageError(f"unexpected argument {rest[0]!r}")
+    if out is None:
+        raise UsageError("where to write? -o DIR")
+    if (sparsity is None) == (max_ppl_increase is None):
+        raise UsageError("give one of --sparsity 0.4 and --max-ppl-increase 2%")
+    if sparsity is not None and not 0 <= sparsity < 1:
+        raise UsageError(f"--sparsity {sparsity:g}: the fraction that is skipped, from 0 to below 1")
+    budget = fraction(max_ppl_increase) if max_ppl_increase is not None else None
+
+    from thinfer.activation import threshold
+    from thinfer.evals.perplexity import read_text
+
+    with opt.status() as progress:
+        report = threshold.calibrate(
+            reference,
+            out,
+            method=method.value,
+            sparsity=sparsity,
+            max_ppl_increase=budget,
+            allocation=allocation.value if allocation is not None else None,
+            text=read_text(str(text)) if text is not None else None,
+            samples=samples,
+            seed=seed,
+            threads=threads,
+            isa=isa,
+            progress=progress,
+        )
+    sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    if not quiet:
+        opt.say([f"wrote {out}; run it with: thinfer run -m {out}"])
+
+
+def fraction(text: str) -> float:
+    """``2%`` and ``0.02`` as 0.02; UsageError for anything that is not between 0 and 100 %."""
+    percent = text.strip().endswith("%")
+    try:
+        value = float(text.strip().removesuffix("%")) / (100 if percent else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise UsageError(f"--max-ppl-increase {text}: write 2% or 0.02")
+    return value

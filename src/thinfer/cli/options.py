@@ -1,0 +1,155 @@
+"""Options that several verbs share, and what they mean to the engine."""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from thinfer.errors import UsageError
+
+
+class Weights(StrEnum):
+    """Precision of the packed weights."""
+
+    stored = "stored"
+    q4 = "q4"
+    q8 = "q8"
+    f16 = "f16"
+
+
+class Activations(StrEnum):
+    """Precision of the activations in a product."""
+
+    int8 = "int8"
+    f32 = "f32"
+
+
+class KvType(StrEnum):
+    """Type of keys and values in memory."""
+
+    f16 = "f16"
+    f32 = "f32"
+
+
+class ExecutorName(StrEnum):
+    """What runs the graph."""
+
+    auto = "auto"
+    cpu = "cpu"
+    reference = "reference"
+
+
+MODEL_HELP = "A .gguf file, a Hugging Face folder, a folder written by `thinfer calibrate`, or a hub id."
+
+Model = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", "-t", min=1, envvar="THINFER_THREADS", help="Default: one for each core."),
+]
+WeightsOption = Annotated[
+    Weights,
+    typer.Option("--weights", envvar="THINFER_WEIGHTS", help="Re-quantise a float checkpoint at load."),
+]
+ActivationsOption = Annotated[
+    Activations,
+    typer.Option("--activations", envvar="THINFER_ACTIVATIONS", help="f32 is exact and slow: the oracle."),
+]
+Isa = Annotated[
+    str | None,
+    typer.Option("--isa", envvar="THINFER_ISA", help="Instruction set; default: the best of this machine."),
+]
+KvTypeOption = Annotated[KvType, typer.Option("--kv-type", envvar="THINFER_KV_TYPE", help="Type of keys and values.")]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        "--ctx-size",
+        "-c",
+        min=1,
+        envvar="THINFER_MAX_MODEL_LEN",
+        help="Most tokens of a sequence; default: the model's maximum, at most 4096.",
+    ),
+]
+Sparsity = Annotated[
+    float | None,
+    typer.Option("--sparsity", help="0: dense. How sparse a calibrated model runs is set by `thinfer calibrate`."),
+]
+Executor = Annotated[
+    ExecutorName,
+    typer.Option("--executor", envvar="THINFER_EXECUTOR", help="reference is NumPy: slow, runs everywhere."),
+]
+ChatTemplate = Annotated[
+    str | None,
+    typer.Option("--chat-template", help="A Jinja template, or a file that holds one."),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what was chosen at start-up.")]
+
+
+def one_model(option: str | None, positional: Sequence[str], verb: str) -> tuple[str, list[str]]:
+    """The model and the positional arguments that remain: the model is -m, else the first positional argument."""
+    if option is not None:
+        return option, list(positional)
+    if not positional:
+        raise UsageError(f"which model? thinfer {verb} MODEL, or -m MODEL ({MODEL_HELP[0].lower()}{MODEL_HELP[1:-1]})")
+    return positional[0], list(positional[1:])
+
+
+def engine_options(
+    *,
+    threads: int | None = None,
+    weights: Weights = Weights.stored,
+    activations: Activations = Activations.int8,
+    isa: str | None = None,
+    kv_type: KvType = KvType.f16,
+    max_model_len: int | None = None,
+    sparsity: float | None = None,
+    executor: ExecutorName = ExecutorName.auto,
+) -> dict[str, Any]:
+    """Keyword arguments of `LLM` and of a benchmark's worker, all plain JSON values."""
+    if sparsity is not None and sparsity != 0:
+        raise UsageError(
+            f"--sparsity {sparsity:g}: only 0 (dense) can be chosen here; "
+            f"`thinfer calibrate MODEL -o DIR --sparsity {sparsity:g}` makes a folder that runs at that level"
+        )
+    return {
+        "threads": threads,
+        "weights": weights.value,
+        "activations": activations.value,
+        "isa": isa,
+        "kv_type": kv_type.value,
+        "max_model_len": max_model_len,
+        "sparsity": sparsity is None,
+        "executor": executor.value,
+    }
+
+
+def template_text(chat_template: str | None) -> str | None:
+    """The template itself: the content of the file when the option names one."""
+    if chat_template is None or "{" in chat_template:
+        return chat_template
+    path = Path(chat_template)
+    if not path.is_file():
+        raise UsageError(f"--chat-template {chat_template}: neither a file nor a Jinja template")
+    return path.read_text(encoding="utf-8")
+
+
+@contextmanager
+def status() -> Iterator[Callable[[str], None]]:
+    """A function that shows what runs now, on a terminal; elsewhere it says nothing."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as spinner:
+        yield spinner.update
+
+
+def say(lines: Sequence[str]) -> None:
+    """Print talk on stderr."""
+    for line in lines:
+        print(line, file=sys.stderr)
