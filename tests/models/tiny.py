@@ -1,0 +1,89 @@
+"""Tiny configurations of every supported model_type; the contract test runs each of them.
+
+To support a new model_type add an entry: variant name -> keyword arguments of its transformers configuration.
+"""
+
+from typing import Any
+
+BASE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 160,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+
+TINY: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "gqa": {},
+        "mha_tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+        "biases": {"attention_bias": True, "mlp_bias": True},
+        "head_dim": {"head_dim": 32},
+        "gelu": {"hidden_act": "gelu"},
+        "gelu_tanh": {"hidden_act": "gelu_pytorch_tanh"},
+        "relu": {"hidden_act": "relu"},
+        "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+        "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
+        "llama3": {
+            "head_dim": 32,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "rope_theta": 10000.0,
+            },
+        },
+        "yarn": {"rope_parameters": YARN},
+        "yarn_attention_factor": {"rope_parameters": {**YARN, "attention_factor": 0.8}},
+        "yarn_mscale": {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16}},
+    },
+    "mistral": {
+        "full": {"sliding_window": None},
+        "window": {"sliding_window": 5},
+        "head_dim": {"head_dim": 32, "sliding_window": None},
+    },
+    "qwen2": {
+        "tied": {"tie_word_embeddings": True},
+        "untied": {},
+        "upper_window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    },
+    "qwen3": {
+        "head_dim": {"head_dim": 32},
+        "tied": {"head_dim": 16, "tie_word_embeddings": True},
+        "biases": {"head_dim": 16, "attention_bias": True},
+        "layer_types": {
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    },
+}
+
+# Variants that a GGUF file and transformers' reader of it can both express.
+GGUF_VARIANTS = [
+    ("llama", "gqa"),
+    ("llama", "mha_tied"),
+    ("llama", "head_dim"),
+    ("llama", "theta"),
+    ("mistral", "full"),
+    ("mistral", "head_dim"),
+    ("qwen2", "tied"),
+    ("qwen2", "untied"),
+    ("qwen3", "head_dim"),
+    ("qwen3", "tied"),
+]
+
+
+def variants() -> list[tuple[str, str]]:
+    """All (model_type, variant) pairs."""
+    return [(model_type, variant) for model_type, named in TINY.items() for variant in named]
