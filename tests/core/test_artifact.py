@@ -1,0 +1,88 @@
+import json
+import os
+
+import numpy as np
+import pytest
+
+from thinfer.core.artifact import JSON_NAME, TENSORS_NAME, Artifact
+from thinfer.errors import ArtifactError
+
+
+@pytest.fixture
+def written(tmp_path):
+    tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.array([1, 2], np.int32)}
+    artifact = Artifact("../model.gguf", "f" * 64, {"selector": {"x": 0.1}}, tensors)
+    artifact.save(tmp_path / "new" / "folder")
+    return artifact, tmp_path / "new" / "folder"
+
+
+def test_round_trip(written):
+    artifact, folder = written
+    back = Artifact.read(folder)
+    assert (back.base, back.fingerprint, back.sections) == (artifact.base, artifact.fingerprint, artifact.sections)
+    for name, value in artifact.tensors.items():
+        np.testing.assert_array_equal(back.tensors[name], value)
+        assert back.tensors[name].dtype == value.dtype
+    assert sorted(os.listdir(folder)) == [JSON_NAME, TENSORS_NAME]
+
+
+def test_other_weights_are_refused(written):
+    artifact, _ = written
+    artifact.check("f" * 64)
+    with pytest.raises(ArtifactError, match="stale"):
+        artifact.check("0" * 64)
+
+
+def test_a_mixture_of_two_writes_is_refused(written):
+    artifact, folder = written
+    old = (folder / JSON_NAME).read_bytes()
+    Artifact(artifact.base, artifact.fingerprint, {}, {"a": np.zeros(1, np.float32)}).save(folder)
+    (folder / JSON_NAME).write_bytes(old)
+    with pytest.raises(ArtifactError, match=r"thinfer\.safetensors is not the one"):
+        Artifact.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 99}, "version 99"),
+        ({"format": "other"}, "not an artifact"),
+        ({"base": None}, "'base'"),
+        ({"sections": []}, "'sections'"),
+    ],
+)
+def test_damaged_documents_are_named(written, change, message):
+    _, folder = written
+    path = folder / JSON_NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ArtifactError, match=message):
+        Artifact.read(folder)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]"])
+def test_not_json(written, content):
+    _, folder = written
+    (folder / JSON_NAME).write_text(content)
+    with pytest.raises(ArtifactError, match=JSON_NAME):
+        Artifact.read(folder)
+
+
+@pytest.mark.parametrize("name", [JSON_NAME, TENSORS_NAME])
+def test_missing_file(written, name):
+    _, folder = written
+    (folder / name).unlink()
+    with pytest.raises(ArtifactError, match="No such file"):
+        Artifact.read(folder)
+
+
+def test_a_failed_write_leaves_the_old_artifact(written, monkeypatch):
+    _, folder = written
+    before = {name: (folder / name).read_bytes() for name in os.listdir(folder)}
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        Artifact("x", "y").save(folder)
+    assert {name: (folder / name).read_bytes() for name in os.listdir(folder)} == before
