@@ -41,13 +41,18 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """The finished text of one request; `token_ids` are the generated ones only."""
+    """The finished text of one request; `token_ids` are the generated ones only.
+
+    `token_ids` hold the end token that stopped the request, `text` does not; `seed` is the one that was used, drawn
+    from the system where the parameters had none.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     prompt_tokens: int
     finish_reason: FinishReason
     timings: Timings
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
