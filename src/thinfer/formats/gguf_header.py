@@ -72,11 +72,25 @@ class StringArray(Sequence[str]):
 
     def tolist(self) -> list[str]:
         """Return all strings as a list of ``str``."""
-        source, unpack = self._source, _U64.unpack_from
+        if not self._starts:
+            return []
+        starts = np.array(self._starts, np.int64)
+        begin = self._starts[0] - _U64.size
+        end = self._starts[-1] + _U64.unpack_from(self._source, self._starts[-1] - _U64.size)[0]
+        # Put NUL where each length ends, drop the other seven bytes of it, and decode and split everything at once:
+        # several times faster than one string at a time, and start-up waits for 300,000 of them.
+        data = np.frombuffer(self._source, np.uint8, end - begin, begin).copy()
+        keep = np.ones(len(data), np.bool_)
+        for back in range(2, _U64.size + 1):
+            keep[starts - begin - back] = False
+        data[starts - begin - 1] = 0
         try:
-            return [source[s : s + unpack(source, s - 8)[0]].decode() for s in self._starts]
+            strings = data[keep][1:].tobytes().decode().split("\0")
         except UnicodeDecodeError:
-            return [self[i] for i in range(len(self))]  # raises again, and names the item
+            strings = []
+        if len(strings) != len(self._starts):  # a string that is not UTF-8, which indexing will name, or that has NUL
+            strings = [self[i] for i in range(len(self))]
+        return strings
 
 
 @dataclass(frozen=True, slots=True)
