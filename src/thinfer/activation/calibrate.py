@@ -1,0 +1,256 @@
+"""calibrate: observe a model with its own engine, choose thresholds, measure them, and write the artifact."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from thinfer.activation.allocation import HIGHEST_RATE
+from thinfer.activation.measure import Loss, measure_decode, measure_loss
+from thinfer.activation.search import Rates, RateSearch, Trial
+from thinfer.activation.threshold import BLOCK_KINDS, Float32, Method, block_sites, column_norms, make_selector
+from thinfer.calibration.observer import ScoreHistogram, ScoreObserver
+from thinfer.calibration.text import TokenWindows, token_windows
+from thinfer.core.artifact import Artifact
+from thinfer.core.selector import ThresholdSelector
+from thinfer.engine.llm import LLM
+from thinfer.engine.runtime import Engine, Work
+from thinfer.engine.thresholds import SELECTOR_SECTION
+from thinfer.errors import UsageError
+
+Allocation = Literal["uniform", "greedy"]
+Progress = Callable[[str, int, int], None]
+"""Called with a stage (observe, measure, search), what is done and how much there is."""
+
+CALIBRATION_SECTION = "calibration"
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationOptions:
+    """What to calibrate and how; invalid values raise UsageError.
+
+    Attributes:
+        method: "teal" or "wina".
+        sparsity: fraction of the block weights' bytes to leave out, 0 to 1; None with `max_ppl_increase`.
+        max_ppl_increase: rise of perplexity allowed, such as 0.02; the rates are then found by measurement.
+        allocation: "uniform" gives every input the same rate, "greedy" spends them where they cost least.
+        text: calibration text, a file or .jsonl; None: the built-in excerpt.
+        samples: windows observed.
+        held_out: windows on which perplexity is measured.
+        seq_len: tokens of a window.
+        seed: chooses the windows.
+        sink_tokens: first positions that stay dense.
+        prefill: whether prompts are sparse too.
+    """
+
+    method: Method = "teal"
+    sparsity: float | None = None
+    max_ppl_increase: float | None = None
+    allocation: Allocation = "uniform"
+    text: str | None = None
+    samples: int = 16
+    held_out: int = 8
+    seq_len: int = 512
+    seed: int = 0
+    sink_tokens: int = 4
+    prefill: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(Method):
+            raise UsageError(f"method is {self.method!r}; choose one of {', '.join(get_args(Method))}")
+        if self.allocation not in get_args(Allocation):
+            raise UsageError(f"allocation is {self.allocation!r}; choose one of {', '.join(get_args(Allocation))}")
+        if (self.sparsity is None) == (self.max_ppl_increase is None):
+            raise UsageError("give either sparsity or max_ppl_increase")
+        if self.sparsity is not None and not 0 <= self.sparsity <= 1:
+            raise UsageError(f"sparsity must lie between 0 and 1, not {self.sparsity}")
+        if self.allocation == "greedy" and self.sparsity is not None and self.sparsity > HIGHEST_RATE:
+            raise UsageError(f"greedy allocation goes up to sparsity {HIGHEST_RATE}; use uniform for more")
+        if self.max_ppl_increase is not None and not 0 < self.max_ppl_increase < 10:
+            raise UsageError(f"max_ppl_increase must be above 0, such as 0.02 for 2 %, not {self.max_ppl_increase}")
+        for name in ("samples", "held_out", "seq_len"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationReport:
+    """What was chosen and what it costs, as measured.
+
+    Attributes:
+        folder: where the artifact lies.
+        rates: fraction of channels to drop, by kind.
+        ppl_dense: perplexity of the held-out windows without thresholds.
+        ppl: with them, on every row past the sinks.
+        rise_stderr: standard error of the rise of the mean loss, nats a token.
+        density: fraction of the block weights multiplied in decode steps.
+        bytes_per_token_dense: weight bytes read in a dense decode step.
+        bytes_per_token: with the thresholds.
+        curve: every measured point.
+    """
+
+    folder: Path
+    rates: Rates
+    ppl_dense: float
+    ppl: float
+    rise_stderr: float
+    density: float
+    bytes_per_token_dense: float
+    bytes_per_token: float
+    curve: tuple[Trial, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, ready for JSON."""
+        values = {name: getattr(self, name) for name in self.__slots__}
+        return values | {
+            "folder": str(self.folder),
+            "rates": dict(self.rates),
+            "curve": [trial.to_dict() for trial in self.curve],
+        }
+
+
+def calibrate(
+    model: str | Path,
+    out: str | Path,
+    *,
+    progress: Progress | None = None,
+    engine_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> CalibrationReport:
+    """Find thresholds for a model and write them with thinfer.json into ``out``.
+
+    Args:
+        model: a .gguf file, a Hugging Face folder, a thinfer folder (its base model is taken), or a hub id.
+        out: folder for the artifact; the model itself is not copied.
+        progress: told what is done.
+        engine_options: fields of EngineOptions.
+        options: fields of CalibrationOptions.
+
+    Example:
+        >>> calibrate("model.gguf", "sparse", sparsity=0.4).ppl  # doctest: +SKIP
+    """
+    settings = CalibrationOptions(**options)
+    tell = progress or (lambda stage, done, total: None)
+    given = {"max_model_len": settings.seq_len, "max_sequences": 1} | dict(engine_options or {})
+    with LLM(model, sparsity=False, **given) as llm:
+        windows = token_windows(
+            lambda text: llm.tokenizer.encode(text, add_special=False),
+            path=settings.text,
+            samples=settings.samples,
+            held_out=settings.held_out,
+            length=settings.seq_len,
+            seed=settings.seed,
+            bos_id=llm.tokenizer.bos_id if llm.tokenizer.adds_bos else None,
+        )
+        run = _Calibration(llm.engine, settings, windows, tell)
+        chosen, search = run.choose()
+        selector = run.selector(chosen.rates)
+        dense_use = measure_decode(llm.engine, windows.held_out[0], None)
+        sparse_use = measure_decode(llm.engine, windows.held_out[0], selector)
+        report = CalibrationReport(
+            folder=Path(out),
+            rates=chosen.rates,
+            ppl_dense=search.dense.ppl,
+            ppl=chosen.ppl,
+            rise_stderr=chosen.rise_stderr,
+            density=sparse_use.density,
+            bytes_per_token_dense=dense_use.bytes_per_token,
+            bytes_per_token=sparse_use.bytes_per_token,
+            curve=tuple(search.trials),
+        )
+        _save(llm, model, settings, windows, selector, report)
+    return report
+
+
+class _Calibration:
+    """One run: the observed scores, and losses measured on demand."""
+
+    def __init__(self, engine: Engine, settings: CalibrationOptions, windows: TokenWindows, tell: Progress) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._windows = windows
+        self._tell = tell
+        self._sites = block_sites(engine.model, engine.graph)
+        self._scales: dict[str, Float32] = {}
+        if settings.method == "wina":
+            self._scales = {site.name: column_norms(engine.model, site) for site in self._sites}
+        self._histograms = self._observe()
+
+    def choose(self) -> tuple[Trial, RateSearch]:
+        """The rates to use, and all that was measured on the way."""
+        settings = self._settings
+        self._tell("measure", 0, 1)
+        dense = measure_loss(self._engine, self._windows.held_out, None)
+        self._tell("measure", 1, 1)
+        search = RateSearch(self._kind_bytes(), dense, self._loss, lambda count: self._tell("search", count, 0))
+        if settings.max_ppl_increase is not None:
+            return search.within(settings.max_ppl_increase), search
+        sparsity = settings.sparsity or 0.0
+        if settings.allocation == "greedy":
+            return search.greedy(sparsity), search
+        return search.uniform(sparsity), search
+
+    def selector(self, rates: Rates) -> ThresholdSelector:
+        """Thresholds of these rates by kind."""
+        by_site = {site.name: rates[site.kind] for site in self._sites}
+        settings = self._settings
+        return make_selector(
+            settings.method,
+            self._histograms,
+            self._scales,
+            by_site,
+            sink_tokens=settings.sink_tokens,
+            prefill=settings.prefill,
+        )
+
+    def _observe(self) -> Mapping[str, ScoreHistogram]:
+        observer = ScoreObserver(self._scales, self._settings.sink_tokens, frozenset(s.name for s in self._sites))
+        total = len(self._windows.windows)
+        for done, window in enumerate(self._windows.windows):
+            self._tell("observe", done, total)
+            sequence = self._engine.new_sequence()
+            self._engine.step([Work(sequence, window, "none")], observe=observer.observe)
+            self._engine.free(sequence)
+        self._tell("observe", total, total)
+        return observer.histograms
+
+    def _loss(self, rates: Rates) -> Loss:
+        return measure_loss(self._engine, self._windows.held_out, self.selector(rates))
+
+    def _kind_bytes(self) -> dict[str, int]:
+        return {kind: sum(site.nbytes for site in self._sites if site.kind == kind) for kind in BLOCK_KINDS}
+
+
+def _save(
+    llm: LLM,
+    model: str | Path,
+    settings: CalibrationOptions,
+    windows: TokenWindows,
+    selector: ThresholdSelector,
+    report: CalibrationReport,
+) -> None:
+    section, tensors = selector.to_section()
+    values = report.to_dict()
+    del values["folder"]
+    text = {"source": windows.source, "sha256": windows.sha256, "tokens": windows.tokens}
+    engine = asdict(llm.options)
+    del engine["sparsity"]
+    calibration = asdict(settings) | {"text": text, "engine": engine, "result": values}
+    checkpoint = llm.engine.model.checkpoint
+    Artifact(
+        base=_base(model, checkpoint.path, report.folder),
+        fingerprint=checkpoint.fingerprint(),
+        sections={SELECTOR_SECTION: section, CALIBRATION_SECTION: calibration},
+        tensors=tensors,
+    ).save(report.folder)
+
+
+def _base(given: str | Path, path: Path, folder: Path) -> str:
+    """How the artifact names its base: relative inside the model's own folder, so both move together, else absolute."""
+    if not Path(given).expanduser().exists():
+        return str(given)
+    home = (path if path.is_dir() else path.parent).resolve()
+    if folder.resolve().is_relative_to(home):
+        return os.path.relpath(path.resolve(), folder.resolve())
+    return str(path.resolve())

@@ -1,0 +1,239 @@
+"""LLM: prompts in, text out. The Python interface of thinfer."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+from thinfer.core.config import ModelConfig
+from thinfer.core.request import RequestOutput, StreamChunk
+from thinfer.core.sampling import SamplingParams
+from thinfer.engine.options import EngineOptions
+from thinfer.engine.runtime import Cancel, Engine, is_cancelled
+from thinfer.engine.scheduler import Request, Scheduler
+from thinfer.engine.thresholds import find_selector
+from thinfer.errors import CheckpointError, UsageError
+from thinfer.formats.checkpoint import open_checkpoint
+from thinfer.models.loader import load_model
+from thinfer.text.stream import StopMatcher, StreamDecoder
+from thinfer.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model ready to generate.
+
+    Thresholds in a thinfer folder, or beside the model, act at decode unless ``sparsity=False``; those made for other
+    weights raise ArtifactError. Use it as a context manager, or call `close`, to give the memory back.
+
+    Attributes:
+        engine: steps, counters, `describe`.
+        tokenizer: text to token ids and back.
+        config: sizes of the model.
+        default_params: the model's own sampling settings (see `sampling_defaults`).
+
+    Example:
+        >>> llm = LLM("model.gguf", threads=2)  # doctest: +SKIP
+        >>> llm.generate("Once upon a time", SamplingParams(temperature=0.0)).text  # doctest: +SKIP
+    """
+
+    def __init__(self, model: str | Path, *, chat_template: str | None = None, **options: Any) -> None:
+        """Open the model and pack its weights.
+
+        Args:
+            model: a .gguf file, a Hugging Face folder, a thinfer folder, or a hub id.
+            chat_template: Jinja text used instead of the model's own template.
+            options: fields of EngineOptions.
+        """
+        self.options = EngineOptions.from_keywords(options)
+        self._checkpoint = open_checkpoint(model)
+        loaded = load_model(self._checkpoint)
+        found = find_selector(self._checkpoint, self.options.sparsity)
+        self.tokenizer = Tokenizer.from_checkpoint(self._checkpoint)
+        self._chat_template = chat_template
+        self.default_params = sampling_defaults(self._checkpoint.generation_config)
+        self.engine = Engine(loaded, self.options, selector=found.selector, notes=found.notes)
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes and special tokens of the model."""
+        return self.engine.config
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a text: the configuration's and the tokenizer's."""
+        ids = (*self.config.eos_token_ids, *self.tokenizer.eos_ids)
+        return frozenset(token for token in ids if 0 <= token < self.config.vocab_size)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, with the model's begin token; ids stay as they are."""
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    @overload
+    def generate(
+        self, prompts: Prompt, params: SamplingParams | None = None, *, cancel: Cancel | None = None
+    ) -> RequestOutput: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cancel: Cancel | None = None,
+    ) -> list[RequestOutput]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | list[str] | list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cancel: Cancel | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Generate to the end; many prompts run together, each with the result it would have alone.
+
+        Args:
+            prompts: a text, token ids, or a list of either.
+            params: for all prompts or one each; None: `default_params`.
+            cancel: asked between steps; what is unfinished then ends with reason "cancelled".
+
+        Returns:
+            One output, or one a prompt in their order.
+
+        Raises:
+            ResourceError: a prompt does not fit the context; it is never cut.
+        """
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        items: list[Any] = [prompts] if single else list(prompts)
+        each = self._params_for(params, len(items))
+        scheduler = self._scheduler()
+        requests: list[Request] = []
+        try:
+            for prompt, settings in zip(items, each, strict=True):
+                requests.append(scheduler.add(self.encode(prompt), settings))
+            while scheduler.busy and not is_cancelled(cancel):
+                scheduler.step()
+        finally:
+            for request in requests:
+                scheduler.cancel(request)
+        outputs = [_output(request) for request in requests]
+        return outputs[0] if single else outputs
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, cancel: Cancel | None = None
+    ) -> Iterator[StreamChunk]:
+        """Generate one text piece by piece; the last chunk alone has a finish_reason and timings.
+
+        A chunk's text may be empty while a character or a possible stop string is incomplete. Closing the iterator
+        ends the request.
+        """
+        scheduler = self._scheduler()
+        request = scheduler.add(self.encode(prompt), params or self.default_params)
+        return self._stream(scheduler, request, cancel)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn; control tokens come from the template alone.
+
+        Raises:
+            UnsupportedError: the model has no chat template; pass ``chat_template``.
+        """
+        # Templates bring jinja2, which plain generation does not need.
+        from thinfer.text.chat import ChatTemplate
+
+        template = ChatTemplate.from_checkpoint(self._checkpoint, self._chat_template)
+        return template.encode_chat(self.tokenizer, messages)
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, cancel: Cancel | None = None
+    ) -> RequestOutput:
+        """The assistant's answer to messages with "role" and "content"."""
+        return self.generate(self.chat_prompt(messages), params, cancel=cancel)
+
+    def describe(self) -> list[str]:
+        """Lines for start-up: what was chosen, what it costs, what was ignored."""
+        return self.engine.describe()
+
+    def close(self) -> None:
+        """Give memory, threads and files back."""
+        self.engine.close()
+        self._checkpoint.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _scheduler(self) -> Scheduler:
+        return Scheduler(self.engine, lambda params: _TextSink(self.tokenizer, params.stop), self.eos_ids)
+
+    def _params_for(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> Sequence[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or self.default_params] * count
+        if len(params) != count:
+            raise UsageError(f"{len(params)} sampling parameters for {count} prompts; give one for all or one each")
+        return params
+
+    @staticmethod
+    def _stream(scheduler: Scheduler, request: Request, cancel: Cancel | None) -> Iterator[StreamChunk]:
+        try:
+            while request.finish_reason is None:
+                if is_cancelled(cancel):
+                    yield scheduler.cancel(request)
+                    return
+                for _, chunk in scheduler.step():
+                    yield chunk
+        finally:
+            scheduler.cancel(request)
+
+
+class _TextSink:
+    """Whole characters first, stop strings second."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
+        self._decoder = StreamDecoder(tokenizer)
+        self._matcher = StopMatcher(stop)
+
+    def push(self, token: int) -> tuple[str, bool]:
+        text = self._matcher.push(self._decoder.push(token))
+        return text, self._matcher.stopped is not None
+
+    def finish(self) -> str:
+        text = self._matcher.push(self._decoder.finish())
+        return text + self._matcher.finish()
+
+
+def sampling_defaults(generation_config: Mapping[str, object]) -> SamplingParams:
+    """The sampling settings of a generation_config.json; neutral values for all that it does not say.
+
+    ``do_sample: false`` means greedy. Fields that SamplingParams does not know are left out.
+
+    Example:
+        >>> sampling_defaults({"temperature": 0.7, "top_p": 0.8}).top_p
+        0.8
+    """
+    given: dict[str, Any] = {}
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        value = generation_config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise CheckpointError(f"generation_config.json: {name} is {value!r}, not a number; correct or remove it")
+        given[name] = value
+    if generation_config.get("do_sample") is False:
+        given["temperature"] = 0.0
+    return SamplingParams(**given)
+
+
+def _output(request: Request) -> RequestOutput:
+    return RequestOutput(
+        text=request.text,
+        token_ids=tuple(request.generated),
+        prompt_tokens=len(request.prompt),
+        finish_reason=request.finish_reason or "cancelled",
+        timings=request.timings,
+        seed=request.sampler.seed,
+    )
