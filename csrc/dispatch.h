@@ -4,19 +4,9 @@
 #include <string>
 #include <vector>
 
-// Every instruction set compiled in, worst first: X(name). Each name is a namespace thinfer::<name> with the tables of
-// csrc/cpu. THINFER_X86 is set by CMake.
-#if defined(THINFER_X86)
-#define THINFER_FOR_EACH_ISA(X) X(scalar) X(avx2) X(avxvnni) X(avx512)
-#else
-#define THINFER_FOR_EACH_ISA(X) X(scalar)
-#endif
+#include "isa.h"
 
 namespace thinfer {
-
-#define THINFER_ENUMERATOR(name) name,
-enum class Isa { THINFER_FOR_EACH_ISA(THINFER_ENUMERATOR) };
-#undef THINFER_ENUMERATOR
 
 const char* isa_name(Isa isa);
 // What this machine and its operating system can run, worst first; scalar always.

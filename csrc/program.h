@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "dispatch.h"
@@ -28,6 +29,7 @@ struct Batch {
   const int32_t* block_table = nullptr;
   int sequences = 0;
   int max_blocks = 0;
+  uint64_t step = 0;  // set by Program::run: another one for each call
 };
 
 // What one op did on one thread since the counters were last taken.
@@ -65,6 +67,8 @@ class Op {
   virtual int chunk(int /*phase*/, const Batch& /*batch*/) const { return 0; }
   virtual void run(int phase, int begin, int end, int thread, Context& context) = 0;
   virtual size_t scratch_bytes(int /*max_rows*/) const { return 0; }
+  // Whether the output holds only the rows of batch.out_rows whatever the input holds.
+  virtual bool selects() const { return false; }
 
   // Rows this op works on: all of the batch, or after a select op only those whose logits are wanted.
   int rows(const Batch& batch) const { return selected_ ? batch.n_out : batch.rows; }
@@ -121,6 +125,7 @@ class Program {
   std::vector<std::unique_ptr<Op>> ops_;
   std::vector<std::unique_ptr<PerThread>> threads_;
   size_t scratch_bytes_ = 0;
+  uint64_t steps_ = 0;
   bool profiling_ = false;
 };
 

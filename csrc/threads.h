@@ -38,12 +38,23 @@ class ThreadPool {
   std::unique_ptr<State> state_;
 };
 
+// A step that ends with its scope.
+class Step {
+ public:
+  explicit Step(ThreadPool& pool) : pool_(pool) { pool_.begin(); }
+  ~Step() { pool_.end(); }
+  Step(const Step&) = delete;
+  Step& operator=(const Step&) = delete;
+
+ private:
+  ThreadPool& pool_;
+};
+
 // A step over one loop: for loading and packing.
 template <class Body>
 void parallel_for(ThreadPool& pool, int items, int chunk, Body&& body) {
-  pool.begin();
+  const Step step(pool);
   pool.parallel(items, chunk, body);
-  pool.end();
 }
 
 }  // namespace thinfer

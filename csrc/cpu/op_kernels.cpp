@@ -1,0 +1,17 @@
+#include "cpu/ops.h"
+
+namespace thinfer::THINFER_ISA {
+
+extern const OpKernels op_kernels;
+const OpKernels op_kernels = {
+    .rms_norm = rms_norm,
+    .rope = rope,
+    .gated_act = gated_act,
+    .add = add_rows,
+    .write_kv = write_kv,
+    .attend = attend,
+    .attend_join = attend_join,
+    .attend_finish = attend_finish,
+};
+
+}  // namespace thinfer::THINFER_ISA

@@ -1,0 +1,17 @@
+// The kernels of this directory, for the table in op_kernels.cpp. Their meaning is in csrc/kernels.h.
+#pragma once
+
+#include "kernels.h"
+
+namespace thinfer::THINFER_ISA {
+
+void rms_norm(const float* x, const float* weight, float* out, int n, float eps);
+void rope(const float* x, const float* cosine, const float* sine, float* out, int heads, int head_dim);
+void gated_act(const float* gate, const float* up, float* out, int n, Activation activation);
+void add_rows(const float* a, const float* b, float* out, int n);
+void write_kv(const float* key, const float* value, uint8_t* keys, uint8_t* values, int slot, int head_dim, bool half);
+void attend(const AttendJob& job, const AttendState& state, float* scratch);
+void attend_join(const AttendState& into, const AttendState& later, int queries, int head_dim);
+void attend_finish(const float* output, float sum, float* out, int head_dim);
+
+}  // namespace thinfer::THINFER_ISA

@@ -1,0 +1,69 @@
+// The kernels of every op but linear, as one table per instruction set (see dispatch.h).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "isa.h"
+
+namespace thinfer {
+
+constexpr int kBlock = 64;    // positions in a block of the KV cache
+constexpr int kSegment = 128;  // positions whose attention is summed before being joined to the rest
+
+enum class Activation { silu, gelu, gelu_tanh, relu };
+
+// A group of rows of one sequence at consecutive positions, attending with the query heads of one kv head.
+struct AttendJob {
+  const float* queries;  // of the group's first row and the kv head's first query head: heads of head_dim floats
+  ptrdiff_t row_stride;  // floats between rows of queries
+  int rows;
+  int group;     // query heads per kv head
+  int head_dim;
+  int position;  // of the first row
+  int window;    // positions a row sees, itself included; 0 for all
+  float scale;
+  bool half;                     // the cache holds f16 rather than f32
+  const int32_t* table;          // the sequence's cache blocks by position / kBlock
+  uint8_t* const* blocks;        // base of each cache block
+  size_t key_offset;             // bytes from a block's base to this layer and kv head: keys [head_dim][kBlock]
+  size_t value_offset;           // and values [kBlock][padded head_dim]
+  int first_segment;             // segments [first, last) of kSegment positions
+  int last_segment;
+};
+
+// Attention of a group so far: per query (row-major, then head) a running maximum, sum and unnormalised output.
+struct AttendState {
+  float* maximum;  // [queries]
+  float* sum;      // [queries]
+  float* output;   // [queries][padded head_dim]
+};
+
+struct OpKernels {
+  // out = x / sqrt(mean(x^2) + eps) * weight over n floats. out may be x.
+  void (*rms_norm)(const float* x, const float* weight, float* out, int n, float eps);
+  // Rotates one row of `heads` heads by its angles: cosine, sine [head_dim / 2]. out may be x.
+  void (*rope)(const float* x, const float* cosine, const float* sine, float* out, int heads, int head_dim);
+  // out[i] = activation(gate[i]) * up[i].
+  void (*gated_act)(const float* gate, const float* up, float* out, int n, Activation activation);
+  void (*add)(const float* a, const float* b, float* out, int n);
+  // Stores one row's key and value of one kv head at `slot` of a cache block.
+  void (*write_kv)(const float* key, const float* value, uint8_t* keys, uint8_t* values, int slot, int head_dim, bool half);
+  // Fills state from the job's segments. scratch: attend_scratch_floats(rows * group, head_dim).
+  void (*attend)(const AttendJob& job, const AttendState& state, float* scratch);
+  // Joins a later state to an earlier one of the same queries.
+  void (*attend_join)(const AttendState& into, const AttendState& later, int queries, int head_dim);
+  // out = output / sum for one query; head_dim floats.
+  void (*attend_finish)(const float* output, float sum, float* out, int head_dim);
+};
+
+inline size_t attend_scratch_floats(int queries, int head_dim) {
+  const auto q = static_cast<size_t>(queries + 15);
+  const auto width = static_cast<size_t>((head_dim + 15) & ~15);
+  // queries, scores, state of one segment (output, maximum, sum), one block of keys or values as float32
+  return q * width + q * kBlock + q * width + 2 * q + 64 + kBlock * width;
+}
+
+const OpKernels& op_kernels(Isa isa);
+
+}  // namespace thinfer

@@ -1,0 +1,285 @@
+#include "ops.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+namespace thinfer {
+
+namespace {
+
+// Work below this many floats is not worth waking another thread for: about a microsecond.
+constexpr int kGrain = 8192;
+
+float* row_of(const Context& context, int buffer, int width, int row) {
+  return context.buffers[buffer] + static_cast<ptrdiff_t>(row) * padded(width);
+}
+
+// An op whose rows are independent, cut into items of enough rows.
+class RowOp : public Op {
+ public:
+  explicit RowOp(int width) : rows_per_item_(std::max(1, kGrain / width)) {}
+  int items(int, const Batch& batch) const override { return (rows(batch) + rows_per_item_ - 1) / rows_per_item_; }
+  void run(int, int begin, int end, int, Context& context) override {
+    const int last = std::min(end * rows_per_item_, rows(context.batch));
+    for (int row = begin * rows_per_item_; row < last; ++row) run_row(row, context);
+  }
+
+ protected:
+  virtual void run_row(int row, Context& context) = 0;
+
+ private:
+  int rows_per_item_;
+};
+
+class Embed final : public RowOp {
+ public:
+  Embed(std::shared_ptr<const RowSource> source, int out) : RowOp(source->width()), source_(std::move(source)), out_(out) {}
+  const char* name() const override { return "embed"; }
+
+ protected:
+  void run_row(int row, Context& context) override {
+    source_->row(context.batch.tokens[row], row_of(context, out_, source_->width(), row));
+  }
+
+ private:
+  std::shared_ptr<const RowSource> source_;
+  int out_;
+};
+
+class RmsNorm final : public RowOp {
+ public:
+  RmsNorm(const OpKernels& kernels, int x, int out, std::vector<float> weight, float eps)
+      : RowOp(static_cast<int>(weight.size())), kernels_(kernels), x_(x), out_(out), weight_(std::move(weight)), eps_(eps) {}
+  const char* name() const override { return "rms_norm"; }
+
+ protected:
+  void run_row(int row, Context& context) override {
+    const int width = static_cast<int>(weight_.size());
+    kernels_.rms_norm(row_of(context, x_, width, row), weight_.data(), row_of(context, out_, width, row), width, eps_);
+  }
+
+ private:
+  const OpKernels& kernels_;
+  int x_;
+  int out_;
+  std::vector<float> weight_;
+  float eps_;
+};
+
+class HeadNorm final : public RowOp {
+ public:
+  HeadNorm(const OpKernels& kernels, int x, int out, Heads heads, std::vector<float> q_norm, std::vector<float> k_norm,
+           float eps)
+      : RowOp(heads.width()),
+        kernels_(kernels),
+        x_(x),
+        out_(out),
+        heads_(heads),
+        q_norm_(std::move(q_norm)),
+        k_norm_(std::move(k_norm)),
+        eps_(eps) {}
+  const char* name() const override { return "head_norm"; }
+
+ protected:
+  void run_row(int row, Context& context) override {
+    const float* x = row_of(context, x_, heads_.width(), row);
+    float* out = row_of(context, out_, heads_.width(), row);
+    const int rotated = heads_.heads + heads_.kv_heads;
+    for (int head = 0; head < rotated; ++head) {
+      const float* weight = head < heads_.heads ? q_norm_.data() : k_norm_.data();
+      const int at = head * heads_.head_dim;
+      kernels_.rms_norm(x + at, weight, out + at, heads_.head_dim, eps_);
+    }
+    if (x != out) {
+      const int at = rotated * heads_.head_dim;
+      std::memcpy(out + at, x + at, static_cast<size_t>(heads_.kv_heads * heads_.head_dim) * sizeof(float));
+    }
+  }
+
+ private:
+  const OpKernels& kernels_;
+  int x_;
+  int out_;
+  Heads heads_;
+  std::vector<float> q_norm_;
+  std::vector<float> k_norm_;
+  float eps_;
+};
+
+class Rope final : public RowOp {
+ public:
+  Rope(const OpKernels& kernels, int x, int out, Heads heads, std::shared_ptr<RopeTable> table)
+      : RowOp(heads.width()), kernels_(kernels), x_(x), out_(out), heads_(heads), table_(std::move(table)) {}
+  const char* name() const override { return "rope"; }
+  void prepare(const Batch& batch) override { table_->fill(batch); }
+
+ protected:
+  void run_row(int row, Context& context) override {
+    const float* x = row_of(context, x_, heads_.width(), row);
+    float* out = row_of(context, out_, heads_.width(), row);
+    const int rotated = heads_.heads + heads_.kv_heads;
+    kernels_.rope(x, table_->cosine(row), table_->sine(row), out, rotated, heads_.head_dim);
+    if (x != out) {
+      const int at = rotated * heads_.head_dim;
+      std::memcpy(out + at, x + at, static_cast<size_t>(heads_.kv_heads * heads_.head_dim) * sizeof(float));
+    }
+  }
+
+ private:
+  const OpKernels& kernels_;
+  int x_;
+  int out_;
+  Heads heads_;
+  std::shared_ptr<RopeTable> table_;
+};
+
+class GatedAct final : public Op {
+ public:
+  GatedAct(const OpKernels& kernels, int x, int out, int neurons, Activation activation, std::vector<int> ids, int width)
+      : kernels_(kernels),
+        x_(x),
+        out_(out),
+        neurons_(neurons),
+        activation_(activation),
+        ids_(std::move(ids)),
+        width_(ids_.empty() ? neurons : width) {}
+  const char* name() const override { return "gated_act"; }
+
+  // Items are pieces of rows, for a single wide row is worth sharing: an activation costs tens of cycles a vector.
+  int items(int, const Batch& batch) const override { return rows(batch) * pieces(); }
+  int chunk(int, const Batch&) const override { return std::max(1, kPiece / neurons_); }
+
+  void run(int, int begin, int end, int, Context& context) override {
+    for (int item = begin; item < end; ++item) {
+      const int row = item / pieces();
+      const int from = item % pieces() * kPiece;
+      const int count = std::min(kPiece, neurons_ - from);
+      const float* gate = row_of(context, x_, 2 * neurons_, row) + from;
+      float* out = row_of(context, out_, width_, row);
+      if (ids_.empty()) {
+        kernels_.gated_act(gate, gate + neurons_, out + from, count, activation_);
+      } else {
+        scatter(gate, out, from, count, reinterpret_cast<float*>(context.scratch));
+      }
+    }
+  }
+  size_t scratch_bytes(int) const override { return ids_.empty() ? 0 : kPiece * sizeof(float); }
+
+ private:
+  static constexpr int kPiece = 2048;
+  int pieces() const { return (neurons_ + kPiece - 1) / kPiece; }
+
+  // Ids ascend, so the piece owns the columns from its first id (the first piece: from 0) to the next piece's.
+  void scatter(const float* gate, float* out, int from, int count, float* values) {
+    kernels_.gated_act(gate, gate + neurons_, values, count, activation_);
+    const auto first = static_cast<size_t>(from);
+    const int begin = from == 0 ? 0 : ids_[first];
+    const int end = from + count == neurons_ ? width_ : ids_[first + static_cast<size_t>(count)];
+    std::fill(out + begin, out + end, 0.0f);
+    for (int j = 0; j < count; ++j) out[ids_[first + static_cast<size_t>(j)]] = values[j];
+  }
+
+  const OpKernels& kernels_;
+  int x_;
+  int out_;
+  int neurons_;
+  Activation activation_;
+  std::vector<int> ids_;
+  int width_;
+};
+
+class Add final : public RowOp {
+ public:
+  Add(const OpKernels& kernels, int a, int b, int out, int width)
+      : RowOp(width), kernels_(kernels), a_(a), b_(b), out_(out), width_(width) {}
+  const char* name() const override { return "add"; }
+
+ protected:
+  void run_row(int row, Context& context) override {
+    kernels_.add(row_of(context, a_, width_, row), row_of(context, b_, width_, row), row_of(context, out_, width_, row),
+                 width_);
+  }
+
+ private:
+  const OpKernels& kernels_;
+  int a_;
+  int b_;
+  int out_;
+  int width_;
+};
+
+class Select final : public Op {
+ public:
+  Select(int x, int out, int width) : x_(x), out_(out), width_(width) {}
+  const char* name() const override { return "select"; }
+  bool selects() const override { return true; }
+  // One item: rows may move down within one buffer, in order.
+  int items(int, const Batch& batch) const override { return batch.n_out > 0 ? 1 : 0; }
+  void run(int, int, int, int, Context& context) override {
+    for (int i = 0; i < context.batch.n_out; ++i) {
+      const float* from = row_of(context, x_, width_, selected() ? i : context.batch.out_rows[i]);
+      float* to = row_of(context, out_, width_, i);
+      if (from != to) std::memcpy(to, from, static_cast<size_t>(width_) * sizeof(float));
+    }
+  }
+
+ private:
+  int x_;
+  int out_;
+  int width_;
+};
+
+}  // namespace
+
+RopeTable::RopeTable(std::vector<double> inv_freq, double attention_factor)
+    : inv_freq_(std::move(inv_freq)), factor_(attention_factor) {}
+
+bool RopeTable::equals(const std::vector<double>& inv_freq, double attention_factor) const {
+  return inv_freq_ == inv_freq && factor_ == attention_factor;
+}
+
+void RopeTable::fill(const Batch& batch) {
+  if (step_ == batch.step) return;
+  step_ = batch.step;
+  const size_t half = inv_freq_.size();
+  table_.resize(static_cast<size_t>(batch.rows) * 2 * half);
+  for (int row = 0; row < batch.rows; ++row) {
+    float* cosine = table_.data() + static_cast<size_t>(2 * row) * half;
+    for (size_t i = 0; i < half; ++i) {
+      const double angle = static_cast<double>(batch.positions[row]) * inv_freq_[i];
+      cosine[i] = static_cast<float>(std::cos(angle) * factor_);
+      cosine[half + i] = static_cast<float>(std::sin(angle) * factor_);
+    }
+  }
+}
+
+std::unique_ptr<Op> make_embed(std::shared_ptr<const RowSource> source, int out) {
+  return std::make_unique<Embed>(std::move(source), out);
+}
+
+std::unique_ptr<Op> make_rms_norm(const OpKernels& kernels, int x, int out, std::vector<float> weight, float eps) {
+  return std::make_unique<RmsNorm>(kernels, x, out, std::move(weight), eps);
+}
+
+std::unique_ptr<Op> make_head_norm(const OpKernels& kernels, int x, int out, Heads heads, std::vector<float> q_norm,
+                                   std::vector<float> k_norm, float eps) {
+  return std::make_unique<HeadNorm>(kernels, x, out, heads, std::move(q_norm), std::move(k_norm), eps);
+}
+
+std::unique_ptr<Op> make_rope(const OpKernels& kernels, int x, int out, Heads heads, std::shared_ptr<RopeTable> table) {
+  return std::make_unique<Rope>(kernels, x, out, heads, std::move(table));
+}
+
+std::unique_ptr<Op> make_gated_act(const OpKernels& kernels, int x, int out, int neurons, Activation activation,
+                                   std::vector<int> ids, int width) {
+  return std::make_unique<GatedAct>(kernels, x, out, neurons, activation, std::move(ids), width);
+}
+
+std::unique_ptr<Op> make_add(const OpKernels& kernels, int a, int b, int out, int width) {
+  return std::make_unique<Add>(kernels, a, b, out, width);
+}
+
+std::unique_ptr<Op> make_select(int x, int out, int width) { return std::make_unique<Select>(x, out, width); }
+
+}  // namespace thinfer
