@@ -56,13 +56,10 @@ def quality(reference: str, plan: DemoPlan, options: Mapping[str, Any], progress
     from thinfer.data import evaluation_text
     from thinfer.evals.perplexity import adds_bos, cut_windows, perplexity
 
-    llm = LLM(reference, **options)
-    try:
+    with LLM(reference, **options) as llm:
         windows = cut_windows(llm.tokenizer.encode(evaluation_text(), add_special=False), plan.ctx, plan.windows)
         bos_id = llm.tokenizer.bos_id if adds_bos(llm.tokenizer) else None
         return perplexity(llm.engine, windows, bos_id=bos_id, decode=True, progress=progress).to_dict()
-    finally:
-        llm.engine.close()
 
 
 def run_demo(

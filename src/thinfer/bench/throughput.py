@@ -14,7 +14,8 @@ from typing import Any
 
 from thinfer.bench.machine import commit, cpu
 from thinfer.bench.worker import Sample, Worker
-from thinfer.core.artifact import Artifact
+from thinfer.core.artifact import read_document
+from thinfer.engine.thresholds import find_selector
 from thinfer.errors import UsageError
 from thinfer.formats.checkpoint import Checkpoint, open_checkpoint
 
@@ -95,9 +96,9 @@ def model_facts(reference: str, checkpoint: Checkpoint, *, sparse: bool) -> dict
             count *= size
         parameters += count
     sparsity = 0.0
-    if sparse and checkpoint.artifact_dir is not None:
-        calibration = Artifact.read(checkpoint.artifact_dir).sections.get("calibration", {})
-        sparsity = float(calibration.get("sparsity", 0.0))
+    found = find_selector(checkpoint, sparse)
+    if found.selector is not None and found.folder is not None:
+        sparsity = float(read_document(found.folder)["sections"].get("calibration", {}).get("sparsity", 0.0))
     return {
         "model": reference,
         "path": str(checkpoint.path),

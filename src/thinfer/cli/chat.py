@@ -1,6 +1,8 @@
 """The chat of ``thinfer run`` on a terminal."""
 
 import sys
+import threading
+from collections import deque
 from typing import TYPE_CHECKING
 
 from thinfer.cli.options import say
@@ -34,13 +36,15 @@ def converse(llm: "LLM", params: "SamplingParams", system: str | None) -> None:
 def _answer(llm: "LLM", messages: list[dict[str, str]], params: "SamplingParams") -> str:
     """Stream one answer; an interrupted one stays in the conversation as far as it came."""
     parts: list[str] = []
-    stream = llm.stream(messages, params)
+    stopped = threading.Event()
+    stream = llm.stream(llm.chat_prompt(messages), params, cancel=stopped)
     try:
         for chunk in stream:
             parts.append(chunk.text)
             sys.stdout.write(chunk.text)
             sys.stdout.flush()
     except KeyboardInterrupt:
-        stream.close()
+        stopped.set()
+        deque(stream, maxlen=0)
     print()
     return "".join(parts)

@@ -47,13 +47,12 @@ def demo(
 
 def _generate(path: str, prompt: str, options: dict[str, object]) -> None:
     """Stream one answer, to see the model at work."""
-    from thinfer import LLM
+    from thinfer import LLM, SamplingParams
 
-    llm = LLM(path, **options)
-    opt.say([*llm.engine.describe(), f"> {prompt}"])
-    params = llm.sampling_params(temperature=0.0, max_tokens=96)
-    for chunk in llm.stream([{"role": "user", "content": prompt}], params):
-        sys.stderr.write(chunk.text)
-        sys.stderr.flush()
+    with LLM(path, **options) as llm:
+        opt.say([*llm.describe(), f"> {prompt}"])
+        params = SamplingParams(temperature=0.0, max_tokens=96)
+        for chunk in llm.stream(llm.chat_prompt([{"role": "user", "content": prompt}]), params):
+            sys.stderr.write(chunk.text)
+            sys.stderr.flush()
     opt.say([""])
-    llm.engine.close()

@@ -80,7 +80,7 @@ def perplexity(
     text = read_text(str(file)) if file is not None else evaluation_text()
     llm = LLM(reference, **options)
     if not quiet:
-        opt.say(llm.engine.describe())
+        opt.say(llm.describe())
     ids = llm.tokenizer.encode(text, add_special=False)
     cut = cut_windows(ids, ctx, windows, stride)
     other = _other(kl_against, llm, ids, text, options) if kl_against is not None else None

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,7 +83,7 @@ def run(
         ),
     )
     if not quiet:
-        opt.say(llm.engine.describe())
+        opt.say(llm.describe())
     given = {
         "temperature": temperature,
         "top_k": top_k,
@@ -96,16 +97,16 @@ def run(
         "ignore_eos": ignore_eos or None,
         "max_tokens": max_tokens if max_tokens is not None else (1024 if prompt is None else 256),
     }
-    params = llm.sampling_params(**{name: value for name, value in given.items() if value is not None})
+    params = replace(llm.default_params, **{name: value for name, value in given.items() if value is not None})
     if prompt is None:
         from thinfer.cli.chat import converse
 
         converse(llm, params, system)
         return
-    request: Any = prompt
+    request: str | list[int] = prompt
     if chat or system is not None:
-        messages = [{"role": "user", "content": prompt}]
-        request = [{"role": "system", "content": system}, *messages] if system is not None else messages
+        start = [{"role": "system", "content": system}] if system is not None else []
+        request = llm.chat_prompt([*start, {"role": "user", "content": prompt}])
     if output is Output.json:
         _print_json(llm, request, params)
     else:
@@ -124,7 +125,7 @@ def _prompt(option: str | None, rest: list[str]) -> str | None:
     return prompt
 
 
-def _stream(llm: "LLM", request: Any, params: "SamplingParams", quiet: bool) -> None:
+def _stream(llm: "LLM", request: str | list[int], params: "SamplingParams", quiet: bool) -> None:
     timings = None
     for chunk in llm.stream(request, params):
         sys.stdout.write(chunk.text)
@@ -143,8 +144,8 @@ def describe_timings(timings: dict[str, Any]) -> str:
     )
 
 
-def _print_json(llm: "LLM", request: Any, params: "SamplingParams") -> None:
-    result = llm.generate(request, params) if isinstance(request, str) else llm.chat(request, params)
+def _print_json(llm: "LLM", request: str | list[int], params: "SamplingParams") -> None:
+    result = llm.generate(request, params)
     row = {
         "text": result.text,
         "token_ids": list(result.token_ids),
