@@ -8,7 +8,6 @@ import pytest
 
 from thinfer.errors import UsageError
 from thinfer.evals.perplexity import (
-    adds_bos,
     cut_windows,
     divergence,
     log_softmax,
@@ -131,17 +130,3 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         read_text(str(path))
     with pytest.raises(UsageError, match="No such file"):
         read_text(str(tmp_path / "absent"))
-
-
-@dataclass
-class FakeTokenizer:
-    bos_id: int | None
-    special: bool
-
-    def encode(self, text, add_special=True):
-        return ([self.bos_id] if add_special and self.special else []) + [5]
-
-
-@pytest.mark.parametrize(("bos_id", "special", "expected"), [(1, True, True), (1, False, False), (None, False, False)])
-def test_bos_is_added_where_the_model_says_so(bos_id, special, expected):
-    assert adds_bos(FakeTokenizer(bos_id, special)) is expected

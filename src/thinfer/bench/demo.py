@@ -12,8 +12,6 @@ from thinfer.bench.report import table
 from thinfer.bench.throughput import Test, measure, open_contender
 
 Progress = Callable[[str], None]
-Calibrate = Callable[[str, Path, float], object]
-"""Makes a sparse folder: model, folder, sparsity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +25,8 @@ class DemoPlan:
         prompt_tokens: length of the timed prompt.
         decode_tokens: number of timed decode steps.
         rounds: timed rounds.
+        samples: windows of 512 tokens that calibration observes.
+        held_out: windows on which calibration measures.
     """
 
     levels: tuple[float, ...] = (0.25, 0.4)
@@ -35,18 +35,35 @@ class DemoPlan:
     prompt_tokens: int = 512
     decode_tokens: int = 128
     rounds: int = 5
+    samples: int = 12
+    held_out: int = 4
 
 
 def configurations(
-    model: str, out: Path, plan: DemoPlan, calibrate: Calibrate, progress: Progress
-) -> dict[str, tuple[str, bool]]:
-    """Calibrate the levels; returns the reference of every configuration and whether its sparsity acts."""
-    chosen = {"dense": (model, False)}
+    model: str, out: Path, options: Mapping[str, Any], plan: DemoPlan, progress: Progress
+) -> dict[str, str]:
+    """Calibrate the levels; returns the reference of every configuration."""
+    from thinfer.activation.calibrate import calibrate
+
+    chosen = {"dense": model}
+    own = ("sparsity", "max_model_len")
+    engine = {name: value for name, value in options.items() if name not in own}
     for level in plan.levels:
-        folder = out / f"sparse-{level:g}"
-        progress(f"calibrating sparsity {level:g}")
-        calibrate(model, folder, level)
-        chosen[f"sparse {level:g}"] = (str(folder), True)
+        folder = out / f"{Path(model).stem}-sparse-{level:g}"
+
+        def tell(stage: str, done: int, total: int, level: float = level) -> None:
+            progress(f"calibrating sparsity {level:g}: {stage} {done}" + (f" of {total}" if total else ""))
+
+        calibrate(
+            model,
+            folder,
+            progress=tell,
+            engine_options=engine,
+            sparsity=level,
+            held_out=plan.held_out,
+            samples=plan.samples,
+        )
+        chosen[f"sparse {level:g}"] = str(folder)
     return chosen
 
 
@@ -54,17 +71,15 @@ def quality(reference: str, plan: DemoPlan, options: Mapping[str, Any], progress
     """Perplexity of the shipped text, with the sparsity as it acts at decode."""
     from thinfer import LLM
     from thinfer.data import evaluation_text
-    from thinfer.evals.perplexity import adds_bos, cut_windows, perplexity
+    from thinfer.evals.perplexity import cut_windows, perplexity
 
     with LLM(reference, **options) as llm:
         windows = cut_windows(llm.tokenizer.encode(evaluation_text(), add_special=False), plan.ctx, plan.windows)
-        bos_id = llm.tokenizer.bos_id if adds_bos(llm.tokenizer) else None
+        bos_id = llm.tokenizer.bos_id if llm.tokenizer.adds_bos else None
         return perplexity(llm.engine, windows, bos_id=bos_id, decode=True, progress=progress).to_dict()
 
 
-def run_demo(
-    model: str, out: Path, calibrate: Calibrate, options: Mapping[str, Any], plan: DemoPlan, progress: Progress
-) -> dict[str, Any]:
+def run_demo(model: str, out: Path, options: Mapping[str, Any], plan: DemoPlan, progress: Progress) -> dict[str, Any]:
     """Calibrate, measure quality, then speed in interleaved rounds.
 
     Returns:
@@ -72,12 +87,12 @@ def run_demo(
         and decode as benchmark rows.
     """
     begin = time.perf_counter()
-    chosen = configurations(model, out, plan, calibrate, progress)
-    scores = {name: quality(reference, plan, options, progress) for name, (reference, _) in chosen.items()}
+    chosen = configurations(model, out, options, plan, progress)
+    scores = {name: quality(reference, plan, options, progress) for name, reference in chosen.items()}
     tests = [Test("pp", plan.prompt_tokens), Test("tg", plan.decode_tokens)]
     with ExitStack() as open_workers:
         contenders = []
-        for reference, _ in chosen.values():
+        for reference in chosen.values():
             contenders.append(open_contender(reference, options, tests))
             open_workers.callback(contenders[-1].worker.close)
         speeds = measure(contenders, tests, plan.rounds, progress=progress)

@@ -98,7 +98,7 @@ def model_facts(reference: str, checkpoint: Checkpoint, *, sparse: bool) -> dict
     sparsity = 0.0
     found = find_selector(checkpoint, sparse)
     if found.selector is not None and found.folder is not None:
-        sparsity = float(read_document(found.folder)["sections"].get("calibration", {}).get("sparsity", 0.0))
+        sparsity = calibrated_sparsity(read_document(found.folder)["sections"])
     return {
         "model": reference,
         "path": str(checkpoint.path),
@@ -106,6 +106,13 @@ def model_facts(reference: str, checkpoint: Checkpoint, *, sparse: bool) -> dict
         "n_params": parameters,
         "sparsity": sparsity,
     }
+
+
+def calibrated_sparsity(sections: Mapping[str, Any]) -> float:
+    """The fraction of the block weights to leave out: as it was asked for, else as calibration measured it."""
+    calibration = sections.get("calibration", {})
+    asked = calibration.get("sparsity")
+    return float(asked if asked is not None else 1 - calibration.get("result", {}).get("density", 1.0))
 
 
 def measure(

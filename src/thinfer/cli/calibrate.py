@@ -41,15 +41,20 @@ def calibrate(
         typer.Option("--max-ppl-increase", metavar="PERCENT", help="Instead: save the most bytes inside this, as 2%."),
     ] = None,
     allocation: Annotated[
-        Allocation | None, typer.Option("--allocation", help="[default: the one that measures better for the goal]")
-    ] = None,
+        Allocation, typer.Option("--allocation", help="greedy: more where it costs least, found by measurement.")
+    ] = Allocation.uniform,
     text: Annotated[
         Path | None, typer.Option("--text", help="UTF-8 text to observe. [default: an excerpt that ships with thinfer]")
     ] = None,
-    samples: Annotated[int | None, typer.Option("--samples", min=1, help="Windows of the text to observe.")] = None,
+    samples: Annotated[int, typer.Option("--samples", min=1, help="Windows of the text to observe.")] = 16,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Which windows.")] = 0,
+    prefill: Annotated[bool, typer.Option("--prefill", help="Skip in prompts too, not only at decode.")] = False,
     threads: opt.Threads = None,
+    weights: opt.WeightsOption = opt.Weights.stored,
+    activations: opt.ActivationsOption = opt.Activations.int8,
     isa: opt.Isa = None,
+    kv_type: opt.KvTypeOption = opt.KvType.f16,
+    executor: opt.Executor = opt.ExecutorName.auto,
     quiet: opt.Quiet = False,
 ) -> None:
     """Observe the inputs of every linear layer on a text and store one threshold for each distinct input.
@@ -68,25 +73,30 @@ def calibrate(
         raise UsageError(f"--sparsity {sparsity:g}: the fraction that is skipped, from 0 to below 1")
     budget = fraction(max_ppl_increase) if max_ppl_increase is not None else None
 
-    from thinfer.activation import threshold
-    from thinfer.evals.perplexity import read_text
+    engine = opt.engine_options(
+        threads=threads, weights=weights, activations=activations, isa=isa, kv_type=kv_type, executor=executor
+    )
+    # Calibration chooses these two itself: it runs dense, on windows of its own length.
+    del engine["sparsity"], engine["max_model_len"]
+
+    from thinfer.activation.calibrate import calibrate as make
 
     with opt.status() as progress:
-        report = threshold.calibrate(
+        report = make(
             reference,
             out,
+            progress=lambda stage, done, total: progress(f"{stage} {done}" + (f" of {total}" if total else "")),
+            engine_options=engine,
             method=method.value,
             sparsity=sparsity,
             max_ppl_increase=budget,
-            allocation=allocation.value if allocation is not None else None,
-            text=read_text(str(text)) if text is not None else None,
+            allocation=allocation.value,
+            text=str(text) if text is not None else None,
             samples=samples,
             seed=seed,
-            threads=threads,
-            isa=isa,
-            progress=progress,
+            prefill=prefill,
         )
-    sys.stdout.write(json.dumps(report, indent=2) + "\n")
+    sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
     if not quiet:
         opt.say([f"wrote {out}; run it with: thinfer run -m {out}"])
 

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,21 +31,16 @@ def demo(
     opt.say([f"model {path}"])
     _generate(path, DEMO_MODELS[model].prompt, options)
 
-    def calibrate(reference: str, folder: Path, level: float) -> None:
-        from thinfer.activation import threshold
-
-        threshold.calibrate(reference, folder, method="teal", sparsity=level, threads=threads, isa=isa)
-
     plan = bench_demo.DemoPlan() if model == "smollm2" else bench_demo.DemoPlan(windows=3, rounds=3)
     with opt.status() as progress:
-        result = bench_demo.run_demo(path, out, calibrate, options, plan, progress)
+        result = bench_demo.run_demo(path, out, options, plan, progress)
     print(bench_demo.as_table(result["rows"]))
     data, picture = bench_demo.save(result, out, model)
     saved = f"{data} and {picture}" if picture is not None else f"{data} (no plot: matplotlib is not installed)"
     opt.say([f"saved {saved}; measured in {result['seconds']:.0f} s"])
 
 
-def _generate(path: str, prompt: str, options: dict[str, object]) -> None:
+def _generate(path: str, prompt: str, options: dict[str, Any]) -> None:
     """Stream one answer, to see the model at work."""
     from thinfer import LLM, SamplingParams
 

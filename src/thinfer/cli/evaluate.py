@@ -74,7 +74,7 @@ def perplexity(
     )
     from thinfer import LLM
     from thinfer.data import evaluation_text
-    from thinfer.evals.perplexity import adds_bos, cut_windows, read_text
+    from thinfer.evals.perplexity import cut_windows, read_text
     from thinfer.evals.perplexity import perplexity as measure
 
     text = read_text(str(file)) if file is not None else evaluation_text()
@@ -88,7 +88,7 @@ def perplexity(
         result = measure(
             llm.engine,
             cut,
-            bos_id=llm.tokenizer.bos_id if adds_bos(llm.tokenizer) else None,
+            bos_id=llm.tokenizer.bos_id if llm.tokenizer.adds_bos else None,
             decode=decode,
             reference=other.engine if other is not None else None,
             progress=progress,

@@ -84,7 +84,7 @@ def run(
     )
     if not quiet:
         opt.say(llm.describe())
-    given = {
+    given: dict[str, Any] = {
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,

@@ -15,7 +15,7 @@ The error takes tokens as independent. With a reference model q, both see the sa
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,19 +30,6 @@ PIECE = 128
 
 Float32 = NDArray[np.float32]
 Float64 = NDArray[np.float64]
-
-
-class Tokenizer(Protocol):
-    """What is needed of a tokenizer."""
-
-    @property
-    def bos_id(self) -> int | None:
-        """The begin token, if there is one."""
-        ...
-
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of a text."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +61,6 @@ def read_text(path: str) -> str:
         raise UsageError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from error
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
-
-
-def adds_bos(tokenizer: Tokenizer) -> bool:
-    """Whether the model's metadata puts a BOS token before a text."""
-    return tokenizer.bos_id is not None and tokenizer.encode("a", add_special=True)[:1] == [tokenizer.bos_id]
 
 
 def cut_windows(ids: Sequence[int], ctx: int, windows: int | None, stride: int = 1) -> list[list[int]]:
