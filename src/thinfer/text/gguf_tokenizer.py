@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -74,14 +75,13 @@ class _Metadata:
             raise self.fail(key, "is not an array of strings")
         return items
 
-    def numbers(self, key: str, count: int) -> list[float] | None:
+    def numbers(self, key: str, count: int) -> npt.NDArray[np.float32] | None:
         value = self.get(key)
         if value is None:
             return None
         if not isinstance(value, np.ndarray) or value.shape != (count,):
             raise self.fail(key, f"is not an array of {count} numbers, one a token")
-        items: list[float] = value.tolist()
-        return items
+        return value.astype(np.float32)
 
     def token_id(self, name: str, count: int) -> int | None:
         value = self.get(f"{name}_token_id")
@@ -118,14 +118,16 @@ def build_tokenizer(metadata: Mapping[str, object], where: str) -> GgufTokenizer
             f"{where}: tokenizer kind {kind!r} is not supported; supported are {', '.join(_KINDS)}"
             " (byte-level BPE and SentencePiece with scores)"
         )
-    types = data.numbers("token_type", len(tokens)) or [_NORMAL] * len(tokens)
+    types = data.numbers("token_type", len(tokens))
+    if types is None:
+        types = np.full(len(tokens), _NORMAL, np.float32)
     backend, add_bos = _byte_level(data, tokens) if kind == "gpt2" else _sentencepiece(data, tokens, types)
     ids = {name: data.token_id(name, len(tokens)) for name in ("bos", "eos", "unknown", "padding", "eot", "eom")}
     special = {i for i in ids.values() if i is not None}
-    special.update(i for i, t in enumerate(types) if t in (_CONTROL, _UNKNOWN))
+    special.update(np.flatnonzero((types == _CONTROL) | (types == _UNKNOWN)).tolist())
     backend.add_special_tokens([AddedToken(tokens[i], normalized=False, special=True) for i in sorted(special)])
-    user_defined = [i for i, t in enumerate(types) if t == _USER_DEFINED and i not in special]
-    backend.add_tokens([AddedToken(tokens[i], normalized=False, special=False) for i in user_defined if tokens[i]])
+    whole = [tokens[i] for i in np.flatnonzero(types == _USER_DEFINED).tolist() if i not in special and tokens[i]]
+    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in whole])
     ends = [ids["eos"], ids["eot"], ids["eom"], *(i for i in sorted(special) if tokens[i] in _END_OF_TURN)]
     named = {"bos_token": ids["bos"], "eos_token": ids["eos"], "unk_token": ids["unknown"], "pad_token": ids["padding"]}
     return GgufTokenizer(
@@ -161,7 +163,7 @@ def _byte_level(data: _Metadata, tokens: list[str]) -> tuple[Backend, bool]:
     return backend, pre.add_bos
 
 
-def _sentencepiece(data: _Metadata, tokens: list[str], types: Sequence[float]) -> tuple[Backend, bool]:
+def _sentencepiece(data: _Metadata, tokens: list[str], types: npt.NDArray[np.float32]) -> tuple[Backend, bool]:
     merges = data.strings("merges")
     if merges is not None:
         pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
@@ -170,7 +172,7 @@ def _sentencepiece(data: _Metadata, tokens: list[str], types: Sequence[float]) -
         if scores is None:
             raise data.fail("scores", "is missing, and so is merges")
         # Control, unknown, unused and byte tokens never come out of ordinary text.
-        pairs = _merges_from_scores({t: s for t, s, k in zip(tokens, scores, types, strict=True) if k == _NORMAL})
+        pairs = _merges_from_scores({tokens[i]: float(scores[i]) for i in np.flatnonzero(types == _NORMAL).tolist()})
     unknown = data.token_id("unknown", len(tokens))
     backend = Backend(
         _bpe(
