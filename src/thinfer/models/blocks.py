@@ -76,7 +76,7 @@ class GraphBuilder:
         return self._add("embed", (), "embed", self.config.hidden_size, weights=(EMBEDDING,))
 
     def attention_block(self, x: str, layer: int) -> str:
-        """Attention and its residual, x + o(attention(rope(qkv(norm(x))))), with head norms where the config has them."""
+        """Attention and its residual: x + o(attention(rope(qkv(norm(x))))), with head norms where there are."""
         config, name, hf = self.config, f"layers.{layer}", f"model.layers.{layer}"
         heads: dict[str, Any] = {
             "heads": config.num_attention_heads,
@@ -99,7 +99,7 @@ class GraphBuilder:
         return self._add("add", (x, y), f"{name}.attn_out", config.hidden_size)
 
     def ffn_block(self, x: str, layer: int) -> str:
-        """FFN and its residual, x + down(act(gate(norm(x))) · up(norm(x)))."""
+        """FFN and its residual: x + down(act(gate(norm(x))) · up(norm(x)))."""
         config, name, hf = self.config, f"layers.{layer}", f"model.layers.{layer}"
         y = self.norm(x, f"{name}.ffn_norm", f"{hf}.post_attention_layernorm.weight")
         weights: tuple[str, ...] = (f"{hf}.mlp.gate_proj.weight", f"{hf}.mlp.up_proj.weight")
