@@ -4,7 +4,7 @@ import datetime
 import json
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -21,7 +21,7 @@ class _Refused(TemplateError):
 class _Generation(Extension):
     """The ``{% generation %}`` block, which marks an assistant's text for training, prints its body."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012  (the base class declares a plain set)
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)
