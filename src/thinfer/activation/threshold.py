@@ -1,109 +1,215 @@
-"""Thresholds from observed score distributions: TEAL and WINA.
+"""TEAL and WINA thresholds: observe a model with its own engine, choose, measure, and write the artifact."""
 
-A channel i of a linear's input x is dropped where its score is at most the site's threshold:
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-    TEAL  |x_i|                  arxiv.org/abs/2408.14690
-    WINA  |x_i| · ‖W[:, i]‖₂     arxiv.org/abs/2505.19427; W is the fused matrix of the site (q|k|v, gate|up)
-
-The threshold for rate r is the r-quantile of the scores at that site, so a fraction r of the channels is dropped on
-average. Unlike TEAL's paper no distribution is assumed to be symmetric: scores are magnitudes.
-"""
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
-
-from thinfer.calibration.observer import ScoreHistogram
-from thinfer.core.graph import Graph
+from thinfer.activation.allocation import HIGHEST_RATE
+from thinfer.activation.measure import Loss, measure_decode, measure_loss
+from thinfer.activation.scores import BLOCK_KINDS, Float32, Method, block_sites, column_norms, make_selector
+from thinfer.activation.search import Rates, RateSearch, Trial
+from thinfer.calibration.observer import ScoreHistogram, ScoreObserver
+from thinfer.calibration.text import TokenWindows, token_windows
+from thinfer.core.artifact import Artifact
 from thinfer.core.selector import ThresholdSelector
-from thinfer.models.loader import Model
+from thinfer.engine.llm import LLM
+from thinfer.engine.runtime import Engine, Work
+from thinfer.engine.thresholds import SELECTOR_SECTION
+from thinfer.errors import UsageError
 
-Float32 = NDArray[np.float32]
-Method = Literal["teal", "wina"]
-BLOCK_KINDS = ("qkv", "o", "gate_up", "down")
+Allocation = Literal["uniform", "greedy"]
+Progress = Callable[[str], None]
+
+CALIBRATION_SECTION = "calibration"
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """One distinct input of block linears.
+class CalibrationOptions:
+    """What to calibrate and how; invalid values raise UsageError.
 
     Attributes:
-        name: such as "layers.3.qkv".
-        kind: qkv, o, gate_up or down.
-        layer: index of the block.
-        weights: names of the matrices that share the input.
-        channels: width of the input.
-        nbytes: stored bytes of the matrices.
-    """
-
-    name: str
-    kind: str
-    layer: int
-    weights: tuple[str, ...]
-    channels: int
-    nbytes: int
-
-
-def block_sites(model: Model, graph: Graph) -> list[Site]:
-    """The inputs of all linears inside the blocks, in order; the output head is not one of them."""
-    sites = []
-    for node in graph.nodes:
-        if node.op == "linear" and node.attrs["kind"] in BLOCK_KINDS:
-            sizes = [model.weights.source(name).raw.nbytes for name in node.weights]
-            sites.append(
-                Site(
-                    node.attrs["site"],
-                    node.attrs["kind"],
-                    node.attrs["layer"],
-                    node.weights,
-                    graph.buffers[node.inputs[0]],
-                    sum(sizes),
-                )
-            )
-    return sites
-
-
-def column_norms(model: Model, site: Site) -> Float32:
-    """‖W[:, i]‖₂ of the site's fused matrix, float32 [channels]; one matrix is decoded at a time."""
-    squares = np.zeros(site.channels, np.float64)
-    for name in site.weights:
-        weight = model.weights.float32(name)
-        squares += np.einsum("oi,oi->i", weight, weight, dtype=np.float64)
-    return np.sqrt(squares).astype(np.float32)
-
-
-def thresholds_for(histograms: Mapping[str, ScoreHistogram], rates: Mapping[str, float]) -> dict[str, float]:
-    """One threshold a site for its rate; sites at rate 0 are left out, so they stay dense to the bit."""
-    return {site: histograms[site].quantile(rate) for site, rate in rates.items() if rate > 0}
-
-
-def make_selector(
-    method: Method,
-    histograms: Mapping[str, ScoreHistogram],
-    scales: Mapping[str, Float32],
-    rates: Mapping[str, float],
-    *,
-    sink_tokens: int = 4,
-    prefill: bool = False,
-) -> ThresholdSelector:
-    """The selector that drops a fraction ``rates[site]`` of the channels at every site.
-
-    Args:
         method: "teal" or "wina".
-        histograms: observed scores of every site.
-        scales: column norms of every site for WINA, else empty.
-        rates: fraction to drop, by site, between 0 and 1.
+        sparsity: fraction of the block weights' bytes to leave out, 0 to 1; None with `max_ppl_increase`.
+        max_ppl_increase: rise of perplexity allowed, such as 0.02; the rates of the kinds of input are then found by
+            measurement, whatever the allocation.
+        allocation: "uniform" gives every input the same rate, "greedy" measures what each kind of input costs and
+            spends the sparsity where it costs least.
+        samples: windows observed.
+        held_out: windows on which perplexity is measured.
+        seq_len: tokens of a window.
+        seed: chooses the windows.
         sink_tokens: first positions that stay dense.
         prefill: whether prompts are sparse too.
     """
-    thresholds = thresholds_for(histograms, rates)
-    return ThresholdSelector(
-        method,
-        thresholds,
-        {site: scales[site] for site in thresholds if site in scales},
-        sink_tokens=sink_tokens,
-        prefill=prefill,
-    )
+
+    method: Method = "teal"
+    sparsity: float | None = None
+    max_ppl_increase: float | None = None
+    allocation: Allocation = "uniform"
+    samples: int = 16
+    held_out: int = 8
+    seq_len: int = 512
+    seed: int = 0
+    sink_tokens: int = 4
+    prefill: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(Method):
+            raise UsageError(f"method is {self.method!r}; choose one of {', '.join(get_args(Method))}")
+        if self.allocation not in get_args(Allocation):
+            raise UsageError(f"allocation is {self.allocation!r}; choose one of {', '.join(get_args(Allocation))}")
+        if (self.sparsity is None) == (self.max_ppl_increase is None):
+            raise UsageError("give either sparsity or max_ppl_increase")
+        if self.sparsity is not None and not 0 <= self.sparsity <= 1:
+            raise UsageError(f"sparsity must lie between 0 and 1, not {self.sparsity}")
+        if self.allocation == "greedy" and self.sparsity is not None and self.sparsity > HIGHEST_RATE:
+            raise UsageError(f"greedy allocation goes up to sparsity {HIGHEST_RATE}; use uniform for more")
+        if self.max_ppl_increase is not None and not 0 < self.max_ppl_increase < 10:
+            raise UsageError(f"max_ppl_increase must be above 0, such as 0.02 for 2 %, not {self.max_ppl_increase}")
+        for name, least in (("samples", 1), ("held_out", 1), ("seq_len", 2), ("sink_tokens", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+
+def calibrate(
+    model: str | Path,
+    out: str | Path,
+    *,
+    text: str | Path | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Find thresholds for a model and write them with thinfer.json into ``out``; the model is not copied.
+
+    Args:
+        model: a .gguf file, a Hugging Face folder, a thinfer folder (its base model is taken), or a hub id.
+        out: folder for the artifact.
+        text: calibration text: a Path is read (.jsonl: one object with a "text" a line), a str is the text itself,
+            None is the built-in excerpt.
+        progress: told what runs now.
+        options: fields of CalibrationOptions and of EngineOptions; None means the default.
+
+    Returns:
+        What was chosen and measured, ready for JSON, as it stands in thinfer.json: "sparsity" (share of the block
+        weights' bytes that the rates leave out), "rates" by kind of input, "ppl_dense", "ppl", "rise_stderr" (nats),
+        "density", "bytes_per_token_dense" and "bytes_per_token" of decode steps, "curve" (every measured point),
+        "options", "engine" and "text".
+
+    Raises:
+        UsageError: an unknown or impossible option, or a text too short.
+
+    Example:
+        >>> calibrate("model.gguf", "sparse", sparsity=0.4)["ppl"]  # doctest: +SKIP
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    known = {field.name for field in fields(CalibrationOptions)}
+    settings = CalibrationOptions(**{name: given.pop(name) for name in list(given) if name in known})
+    tell = progress or (lambda line: None)
+    with LLM(model, sparsity=False, **({"max_model_len": settings.seq_len} | given)) as llm:
+        windows = token_windows(
+            lambda part: llm.tokenizer.encode(part, add_special=False),
+            text,
+            samples=settings.samples,
+            held_out=settings.held_out,
+            length=settings.seq_len,
+            seed=settings.seed,
+            bos_id=llm.tokenizer.bos_id if llm.tokenizer.adds_bos else None,
+        )
+        run = _Calibration(llm.engine, settings, windows, tell)
+        chosen, search = run.choose()
+        selector = run.selector(chosen.rates)
+        tell("counting the bytes of decode steps")
+        dense_use = measure_decode(llm.engine, windows.held_out[0], None)
+        sparse_use = measure_decode(llm.engine, windows.held_out[0], selector)
+        engine = asdict(llm.options)
+        del engine["sparsity"]
+        report = {
+            "sparsity": chosen.saved,
+            "rates": dict(chosen.rates),
+            "ppl_dense": search.dense.ppl,
+            "ppl": chosen.ppl,
+            "rise_stderr": chosen.rise_stderr,
+            "density": sparse_use.density,
+            "bytes_per_token_dense": dense_use.bytes_per_token,
+            "bytes_per_token": sparse_use.bytes_per_token,
+            "curve": [trial.to_dict() for trial in search.trials],
+            "options": asdict(settings),
+            "engine": engine,
+            "text": {"source": windows.source, "sha256": windows.sha256, "tokens": windows.tokens},
+        }
+        checkpoint = llm.engine.model.checkpoint
+        section, tensors = selector.to_section()
+        sections = {SELECTOR_SECTION: section, CALIBRATION_SECTION: report}
+        Artifact(_base(model, checkpoint.path, Path(out)), checkpoint.fingerprint(), sections, tensors).save(out)
+    return report
+
+
+class _Calibration:
+    """One run: the observed scores, and losses measured on demand."""
+
+    def __init__(self, engine: Engine, settings: CalibrationOptions, windows: TokenWindows, tell: Progress) -> None:
+        self._engine = engine
+        self._settings = settings
+        self._windows = windows
+        self._tell = tell
+        self._sites = block_sites(engine.model, engine.graph)
+        self._scales: dict[str, Float32] = {}
+        if settings.method == "wina":
+            self._scales = {site.name: column_norms(engine.model, site) for site in self._sites}
+        self._histograms = self._observe()
+
+    def choose(self) -> tuple[Trial, RateSearch]:
+        """The rates to use, and all that was measured on the way."""
+        settings = self._settings
+        self._tell("measuring dense perplexity")
+        dense = measure_loss(self._engine, self._windows.held_out, None)
+        search = RateSearch(
+            self._kind_bytes(), dense, self._loss, lambda count: self._tell(f"measured {count} allocations")
+        )
+        if settings.max_ppl_increase is not None:
+            return search.within(settings.max_ppl_increase), search
+        sparsity = settings.sparsity or 0.0
+        if settings.allocation == "greedy":
+            return search.greedy(sparsity), search
+        return search.uniform(sparsity), search
+
+    def selector(self, rates: Rates) -> ThresholdSelector:
+        """Thresholds of these rates by kind."""
+        by_site = {site.name: rates[site.kind] for site in self._sites}
+        settings = self._settings
+        return make_selector(
+            settings.method,
+            self._histograms,
+            self._scales,
+            by_site,
+            sink_tokens=settings.sink_tokens,
+            prefill=settings.prefill,
+        )
+
+    def _observe(self) -> Mapping[str, ScoreHistogram]:
+        observer = ScoreObserver(self._scales, self._settings.sink_tokens, frozenset(s.name for s in self._sites))
+        total = len(self._windows.windows)
+        for done, window in enumerate(self._windows.windows):
+            self._tell(f"observing window {done + 1} of {total}")
+            sequence = self._engine.new_sequence()
+            self._engine.step([Work(sequence, window, "none")], observe=observer.observe)
+            self._engine.free(sequence)
+        return observer.histograms
+
+    def _loss(self, rates: Rates) -> Loss:
+        return measure_loss(self._engine, self._windows.held_out, self.selector(rates))
+
+    def _kind_bytes(self) -> dict[str, int]:
+        return {kind: sum(site.nbytes for site in self._sites if site.kind == kind) for kind in BLOCK_KINDS}
+
+
+def _base(given: str | Path, path: Path, folder: Path) -> str:
+    """How the artifact names its base: relative inside the model's own folder, so both move together, else absolute."""
+    if not Path(given).expanduser().exists():
+        return str(given)
+    home = (path if path.is_dir() else path.parent).resolve()
+    if folder.resolve().is_relative_to(home):
+        return os.path.relpath(path.resolve(), folder.resolve())
+    return str(path.resolve())

@@ -11,7 +11,7 @@ import numpy as np
 from thinfer.data import calibration_text
 from thinfer.errors import CheckpointError, UsageError
 
-DEFAULT_SOURCE = "war-and-peace-excerpt"
+BUILT_IN = "war-and-peace-excerpt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,12 @@ class TokenWindows:
         return len(self.windows) * self.length
 
 
-def read_documents(path: str | Path | None) -> tuple[list[str], str, str]:
-    """Documents of a text file, or of a .jsonl file with one object with a "text" a line; None: the built-in text.
+def read_documents(text: str | Path | None) -> tuple[list[str], str, str]:
+    """Documents of a text.
+
+    Args:
+        text: a Path is read: a .jsonl file has one object with a "text" a line, any other file is one document. A str
+            is the text itself, None the built-in text.
 
     Returns:
         The documents, the name of the source, and the SHA-256 of its bytes.
@@ -50,28 +54,27 @@ def read_documents(path: str | Path | None) -> tuple[list[str], str, str]:
         CheckpointError: the file is missing or not UTF-8.
         UsageError: a line is not an object with a "text", or there is no text at all.
     """
-    if path is None:
-        text = calibration_text()
-        return [text], DEFAULT_SOURCE, hashlib.sha256(text.encode()).hexdigest()
-    path = Path(path)
+    if isinstance(text, Path):
+        source, blob = text.name, _read(text)
+    else:
+        source = "given text" if text is not None else BUILT_IN
+        blob = (text if text is not None else calibration_text()).encode()
     try:
-        blob = path.read_bytes()
         content = blob.decode("utf-8")
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; check the path") from error
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from error
-    documents = _json_lines(path, content) if path.suffix == ".jsonl" else [content]
+        raise CheckpointError(f"{source}: not UTF-8 at byte {error.start}; convert it first") from error
+    lines = isinstance(text, Path) and text.suffix == ".jsonl"
+    documents = _json_lines(source, content) if lines else [content]
     documents = [document for document in documents if document.strip()]
     if not documents:
-        raise UsageError(f"{path}: holds no text")
-    return documents, path.name, hashlib.sha256(blob).hexdigest()
+        raise UsageError(f"{source}: holds no text")
+    return documents, source, hashlib.sha256(blob).hexdigest()
 
 
 def token_windows(
     encode: Callable[[str], list[int]],
+    text: str | Path | None = None,
     *,
-    path: str | Path | None = None,
     samples: int = 16,
     held_out: int = 8,
     length: int = 512,
@@ -82,7 +85,7 @@ def token_windows(
 
     Args:
         encode: text to token ids, without special tokens.
-        path: a text or .jsonl file; None: the built-in text.
+        text: as for `read_documents`.
         samples: windows to observe.
         held_out: further windows to measure on.
         length: tokens of each window, the begin token included.
@@ -92,7 +95,7 @@ def token_windows(
     Raises:
         UsageError: the text is too short; the message says how many tokens it has and how many are needed.
     """
-    documents, source, digest = read_documents(path)
+    documents, source, digest = read_documents(text)
     stream = [token for document in documents for token in encode(document)]
     prefix = () if bos_id is None else (bos_id,)
     body = length - len(prefix)
@@ -109,16 +112,24 @@ def token_windows(
     return TokenWindows(chosen[:samples], chosen[samples:], source, digest, length, seed)
 
 
-def _json_lines(path: Path, content: str) -> list[str]:
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}; check the path") from error
+
+
+def _json_lines(source: str, content: str) -> list[str]:
     documents = []
-    for number, line in enumerate(content.splitlines(), 1):
+    # Not splitlines: JSON strings may hold other line separators of Unicode.
+    for number, line in enumerate(content.split("\n"), 1):
         if not line.strip():
             continue
         try:
             text = json.loads(line)["text"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UsageError(f'{path}: line {number} is not a JSON object with a "text"') from error
+            raise UsageError(f'{source}: line {number} is not a JSON object with a "text"') from error
         if not isinstance(text, str):
-            raise UsageError(f'{path}: line {number}: "text" is not a string')
+            raise UsageError(f'{source}: line {number}: "text" is not a string')
         documents.append(text)
     return documents

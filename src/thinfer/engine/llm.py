@@ -141,8 +141,8 @@ class LLM:
         # Templates bring jinja2, which plain generation does not need.
         from thinfer.text.chat import ChatTemplate
 
-        template = ChatTemplate.from_checkpoint(self._checkpoint, self._chat_template)
-        return template.encode_chat(self.tokenizer, messages)
+        template = ChatTemplate.from_checkpoint(self._checkpoint, self.tokenizer, self._chat_template)
+        return template.encode(messages)
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, *, cancel: Cancel | None = None

@@ -1,4 +1,4 @@
-"""The tiny model that the engine's tests share."""
+"""The tiny model that the tests of several rooms share."""
 
 import pytest
 
