@@ -43,7 +43,7 @@ def configurations(
     model: str, out: Path, options: Mapping[str, Any], plan: DemoPlan, progress: Progress
 ) -> dict[str, str]:
     """Calibrate the levels; returns the reference of every configuration."""
-    from thinfer.activation.calibrate import calibrate
+    from thinfer.activation.threshold import calibrate
 
     chosen = {"dense": model}
     own = ("sparsity", "max_model_len")
@@ -51,17 +51,17 @@ def configurations(
     for level in plan.levels:
         folder = out / f"{Path(model).stem}-sparse-{level:g}"
 
-        def tell(stage: str, done: int, total: int, level: float = level) -> None:
-            progress(f"calibrating sparsity {level:g}: {stage} {done}" + (f" of {total}" if total else ""))
+        def tell(what: str, level: float = level) -> None:
+            progress(f"calibrating sparsity {level:g}: {what}")
 
         calibrate(
             model,
             folder,
             progress=tell,
-            engine_options=engine,
             sparsity=level,
             held_out=plan.held_out,
             samples=plan.samples,
+            **engine,
         )
         chosen[f"sparse {level:g}"] = str(folder)
     return chosen

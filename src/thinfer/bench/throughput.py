@@ -109,10 +109,8 @@ def model_facts(reference: str, checkpoint: Checkpoint, *, sparse: bool) -> dict
 
 
 def calibrated_sparsity(sections: Mapping[str, Any]) -> float:
-    """The fraction of the block weights to leave out: as it was asked for, else as calibration measured it."""
-    calibration = sections.get("calibration", {})
-    asked = calibration.get("sparsity")
-    return float(asked if asked is not None else 1 - calibration.get("result", {}).get("density", 1.0))
+    """The fraction of the block weights' bytes that the calibrated rates leave out."""
+    return float(sections.get("calibration", {}).get("sparsity", 0.0))
 
 
 def measure(

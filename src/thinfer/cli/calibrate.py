@@ -79,24 +79,24 @@ def calibrate(
     # Calibration chooses these two itself: it runs dense, on windows of its own length.
     del engine["sparsity"], engine["max_model_len"]
 
-    from thinfer.activation.calibrate import calibrate as make
+    from thinfer.activation.threshold import calibrate as make
 
     with opt.status() as progress:
         report = make(
             reference,
             out,
-            progress=lambda stage, done, total: progress(f"{stage} {done}" + (f" of {total}" if total else "")),
-            engine_options=engine,
+            progress=progress,
             method=method.value,
             sparsity=sparsity,
             max_ppl_increase=budget,
             allocation=allocation.value,
-            text=str(text) if text is not None else None,
+            text=text,
             samples=samples,
             seed=seed,
             prefill=prefill,
+            **engine,
         )
-    sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
+    sys.stdout.write(json.dumps(report, indent=2) + "\n")
     if not quiet:
         opt.say([f"wrote {out}; run it with: thinfer run -m {out}"])
 
