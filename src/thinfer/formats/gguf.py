@@ -82,7 +82,8 @@ class GgufCheckpoint:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        values: npt.NDArray[np.float32] = dequantize(raw, GGMLQuantizationType[info.type])
+        with np.errstate(all="ignore"):  # scales that are not finite stay so
+            values: npt.NDArray[np.float32] = dequantize(raw, GGMLQuantizationType[info.type])
         return values.reshape(info.shape)
 
     def release(self, name: str) -> None:
