@@ -161,3 +161,19 @@ def test_calibrate_reports_json(sparse_folder, tmp_path):
     )
     assert report["ppl"] > 0
     assert set(report["rates"]) == {"qkv", "o", "gate_up", "down"}
+
+
+def test_info_of_the_machine():
+    machine = data("info", "-o", "json")["machine"]
+    assert machine["threads"] >= 1
+    assert machine["read_gb_s"] > 0
+    assert "linear" in machine["kernels"]
+
+
+def test_info_of_a_model(folder):
+    model = data("info", folder, "-o", "json", *PLAIN)["model"]
+    assert (model["type"], model["layers"], model["hidden"]) == ("llama", 2, 64)
+    assert "model.layers.0.mlp.up_proj.weight" in [row["tensor"] for row in model["tensors"]]
+    assert any("sparsity" in line for line in model["plan"])
+    text = invoke("info", "-m", folder, *PLAIN).stdout
+    assert "model.layers.0.mlp.up_proj.weight" in text

@@ -1,14 +1,79 @@
 """``thinfer info``: what this machine and this model run with."""
 
+import json
+import sys
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any
+
 import typer
 
 from thinfer.cli import options as opt
+from thinfer.errors import UsageError
 
 
-def info(model: opt.Model = None, threads: opt.Threads = None) -> None:
-    """Show instruction sets, threads, read bandwidth, and a model's facts, codecs, layouts and plan."""
+class Output(StrEnum):
+    """Format on stdout."""
+
+    text = "text"
+    json = "json"
+
+
+def info(
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Instead of -m.")] = None,
+    model: opt.Model = None,
+    output: Annotated[Output, typer.Option("--output", "-o", help="Format on stdout.")] = Output.text,
+    threads: opt.Threads = None,
+    weights: opt.WeightsOption = opt.Weights.stored,
+    activations: opt.ActivationsOption = opt.Activations.int8,
+    isa: opt.Isa = None,
+    kv_type: opt.KvTypeOption = opt.KvType.f16,
+    max_model_len: opt.MaxModelLen = None,
+    sparsity: opt.Sparsity = None,
+    executor: opt.Executor = opt.ExecutorName.auto,
+) -> None:
+    """Show the instruction sets, threads and read bandwidth of this machine; with a model also its facts and plan.
+
+    The plan says for every tensor the codec and layout it gets in memory, and why.
+    """
+    rest = list(arguments or [])
+    if model is None and rest:
+        model, *rest = rest
+    if rest:
+        raise UsageError(f"unexpected argument {rest[0]!r}")
+    options = opt.engine_options(
+        threads=threads,
+        weights=weights,
+        activations=activations,
+        isa=isa,
+        kv_type=kv_type,
+        max_model_len=max_model_len,
+        sparsity=sparsity,
+        executor=executor,
+    )
+    from thinfer.bench.facts import machine_facts, model_facts
+
+    shown: dict[str, Any] = {"machine": machine_facts(threads)}
     if model is not None:
-        from thinfer.formats.checkpoint import open_checkpoint
+        shown["model"] = model_facts(model, options)
+    if output is Output.json:
+        sys.stdout.write(json.dumps(shown, indent=2) + "\n")
+    else:
+        sys.stdout.write("\n\n".join(_section(section) for section in shown.values()) + "\n")
 
-        open_checkpoint(model)
-    raise typer.Exit(1)
+
+def _section(facts: Mapping[str, Any]) -> str:
+    """Names and values in two columns; lists of lines below their name; tables of rows as Markdown."""
+    from thinfer.bench.report import as_plain_md
+
+    width = max(len(name) for name in facts) + 2
+    lines = []
+    for name, value in facts.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            lines += ["", as_plain_md(value)]
+        elif isinstance(value, list) and name == "plan":
+            lines += ["", *value]
+        else:
+            text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            lines.append(f"{name:<{width}}{text}")
+    return "\n".join(lines)
