@@ -1,10 +1,10 @@
 """EngineOptions: everything a user may choose about how a model is run."""
 
-import os
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from thinfer.core.config import ModelConfig
+from thinfer.engine.cores import usable_cores
 from thinfer.errors import UsageError
 
 WeightType = Literal["stored", "q4", "q8", "f16"]
@@ -88,5 +88,5 @@ class EngineOptions:
         return max(1, min(self.chunk, _LOGITS_BYTES // (4 * config.vocab_size)))
 
     def thread_count(self) -> int:
-        """Threads of the native executor."""
-        return self.threads if self.threads is not None else len(os.sched_getaffinity(0))
+        """Threads of the native executor: as asked, else one a usable physical core."""
+        return self.threads if self.threads is not None else usable_cores()
