@@ -39,8 +39,8 @@ def test_only_our_errors_escape(whole: tuple[Path, bytes], mutation: Mutation) -
             if not isinstance(value, (str, int, float)):
                 list(value)
         build_tokenizer(checkpoint.metadata, str(path))
-    except ThinferError as error:
-        assert str(error)
+    except ThinferError:
+        pass
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()

@@ -41,7 +41,7 @@ def test_local_paths_never_reach_the_hub(
 
 
 def test_hub_ids(hub: list[tuple[Any, ...]]) -> None:
-    with pytest.raises(CheckpointError, match="hub gave: offline and not in the cache; check the id.*HF_HUB_OFFLINE"):
+    with pytest.raises(CheckpointError, match=r"hub gave: offline and not in the cache; check the id.*HF_HUB_OFFLINE"):
         open_checkpoint("owner/name-1.5B")
     with pytest.raises(CheckpointError, match="owner/name/sub/file"):
         open_checkpoint("owner/name/sub/file.gguf")
@@ -79,10 +79,10 @@ def test_thinfer_folders(tmp_path: Path, hub: list[tuple[Any, ...]]) -> None:
         assert checkpoint.artifact_dir == folder
         assert checkpoint.path.resolve() == (tmp_path / "model.gguf").resolve()
     document.write_text(json.dumps({"base": "../gone.gguf"}))
-    with pytest.raises(CheckpointError, match="base model of .*no such file"):
+    with pytest.raises(CheckpointError, match=r"base model of .*no such file"):
         open_checkpoint(folder)
     document.write_text(json.dumps({"base": "owner/name"}))
-    with pytest.raises(CheckpointError, match="base model of .*hub gave"):
+    with pytest.raises(CheckpointError, match=r"base model of .*hub gave"):
         open_checkpoint(folder)
     assert hub == [("owner/name",)]
     for text in ("{", '{"base": 3}', '{"base": ""}'):
@@ -95,7 +95,7 @@ def test_thinfer_folders(tmp_path: Path, hub: list[tuple[Any, ...]]) -> None:
 
 
 def test_folders_and_other_files(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="neither config.json nor"):
+    with pytest.raises(CheckpointError, match=r"neither config\.json nor"):
         open_checkpoint(tmp_path)
     write_all_types(tmp_path / "a.gguf")
     assert open_checkpoint(tmp_path).path == tmp_path / "a.gguf"
