@@ -13,6 +13,7 @@ Float32 = NDArray[np.float32]
 # the whole range, without knowing it beforehand.
 _SHIFT = 15
 _BINS = 1 << (31 - _SHIFT)
+_INFINITY = 0xFF << (23 - _SHIFT)
 
 
 class ScoreHistogram:
@@ -34,12 +35,12 @@ class ScoreHistogram:
     def add(self, scores: Float32) -> None:
         """Count scores, any shape; NaN is left out, since the selector never drops it."""
         flat = np.ascontiguousarray(scores).ravel()
-        bins = flat.view(np.uint32) >> np.uint32(_SHIFT)
-        # NaN lies above infinity, whose bin is 255 << 8.
-        bins = bins[~np.isnan(flat)]
-        self._counts += np.bincount(bins, minlength=_BINS)
-        if len(bins):
-            self._largest = max(self._largest, np.nanmax(flat))
+        if not len(flat):
+            return
+        self._counts += np.bincount(flat.view(np.uint32) >> np.uint32(_SHIFT), minlength=_BINS)
+        # NaN lies above infinity.
+        self._counts[_INFINITY + 1 :] = 0
+        self._largest = np.fmax(self._largest, np.fmax.reduce(flat))
 
     @property
     def total(self) -> int:
