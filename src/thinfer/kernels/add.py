@@ -14,6 +14,14 @@ def reference(a: Float32, b: Float32) -> Float32:
     return a + b
 
 
+def native(isa: str, a: Float32, b: Float32) -> Float32:
+    """The op on the named instruction set; equal to `reference` within the cases' tolerance."""
+    from thinfer import _core
+
+    result: Float32 = _core.add(isa, a, b)
+    return result
+
+
 def cases(rng: np.random.Generator) -> Iterator[Case]:
     """Odd sizes, infinities and NaN."""
     for rows, width in ((1, 1), (3, 7), (16, 576)):

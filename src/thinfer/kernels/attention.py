@@ -54,6 +54,14 @@ def reference(
     return y.reshape(rows, heads * head_dim)
 
 
+def native(isa: str, qkv: Float32, **args: Any) -> Float32:
+    """The op on the named instruction set with a float32 cache; arguments as for `reference`."""
+    from thinfer import _core
+
+    result: Float32 = _core.attention(isa, qkv, **args, kv_type="f32")
+    return result
+
+
 def cases(rng: np.random.Generator) -> Iterator[Case]:
     """Prefill, decode over full blocks, two sequences at once, windows shorter and longer than the context, NaN."""
     # name, sequences as (rows, first position), heads, kv_heads, head_dim, window

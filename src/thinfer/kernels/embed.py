@@ -17,6 +17,14 @@ def reference(table: Float32, tokens: Int32) -> Float32:
     return table[tokens]
 
 
+def native(isa: str, table: Float32, tokens: Int32) -> Float32:
+    """The op on the named instruction set; equal to `reference` within the cases' tolerance."""
+    from thinfer import _core
+
+    result: Float32 = _core.embed(isa, table, tokens)
+    return result
+
+
 def cases(rng: np.random.Generator) -> Iterator[Case]:
     """First and last token, repeats, odd widths."""
     for vocab, hidden, tokens in ((8, 64, [0, 7, 7, 3]), (33, 7, [32]), (5, 1, [4, 0])):

@@ -44,6 +44,14 @@ ACTS: Mapping[str, Callable[[Float32], Float32]] = {
     "relu": _relu,
 }
 
+# What thinfer._core calls them.
+NATIVE_NAMES: Mapping[str, str] = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
 
 def reference(gate_up: Float32, act: str, ids: Sequence[int] | None = None, width: int | None = None) -> Float32:
     """Activate the gate half and multiply with the up half; `ids` and `width` go together."""
@@ -54,6 +62,14 @@ def reference(gate_up: Float32, act: str, ids: Sequence[int] | None = None, widt
     scattered = np.zeros((len(y), width), np.float32)
     scattered[:, list(ids)] = y
     return scattered
+
+
+def native(isa: str, gate_up: Float32, act: str, ids: Sequence[int] | None = None, width: int | None = None) -> Float32:
+    """The op on the named instruction set; equal to `reference` within the cases' tolerance."""
+    from thinfer import _core
+
+    result: Float32 = _core.gated_act(isa, gate_up, NATIVE_NAMES[act], ids, width)
+    return result
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:

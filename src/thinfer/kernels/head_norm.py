@@ -6,6 +6,7 @@ qkv [M, (heads + 2 kv_heads) d], q_norm [d], k_norm [d] -> same shape.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,14 @@ def reference(
     y[:, :heads] = rms_norm.reference(y[:, :heads], q_norm, eps)
     y[:, heads : heads + kv_heads] = rms_norm.reference(y[:, heads : heads + kv_heads], k_norm, eps)
     return y.reshape(qkv.shape)
+
+
+def native(isa: str, qkv: Float32, **args: Any) -> Float32:
+    """The op on the named instruction set; arguments as for `reference`."""
+    from thinfer import _core
+
+    result: Float32 = _core.head_norm(isa, qkv, **args)
+    return result
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:

@@ -19,6 +19,14 @@ def reference(x: Float32, weight: Float32, eps: float) -> Float32:
     return weight * (x * inverse)
 
 
+def native(isa: str, x: Float32, weight: Float32, eps: float) -> Float32:
+    """The op on the named instruction set; equal to `reference` within the cases' tolerance."""
+    from thinfer import _core
+
+    result: Float32 = _core.rms_norm(isa, x, weight, eps)
+    return result
+
+
 def cases(rng: np.random.Generator) -> Iterator[Case]:
     """Odd widths, zero rows (eps alone counts), tiny and large values, NaN in one row."""
     for rows, width in ((1, 1), (3, 7), (2, 64), (5, 576), (1, 1537)):

@@ -9,6 +9,7 @@ qkv [M, (heads + 2 kv_heads) d], positions int32 [M] -> same shape; values pass 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -46,6 +47,14 @@ def reference(
     y[:, : heads + kv_heads, :half] = a * cos - b * sin
     y[:, : heads + kv_heads, half:] = b * cos + a * sin
     return y.reshape(qkv.shape)
+
+
+def native(isa: str, qkv: Float32, **args: Any) -> Float32:
+    """The op on the named instruction set; arguments as for `reference`."""
+    from thinfer import _core
+
+    result: Float32 = _core.rope(isa, qkv, **args)
+    return result
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
