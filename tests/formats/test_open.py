@@ -60,12 +60,22 @@ def test_hub_folder_without_config_asks_for_a_file(
     assert open_checkpoint("owner/name").path == tmp_path
 
 
-def test_the_real_client_is_offline_when_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    constants = pytest.importorskip("huggingface_hub.constants")
+def test_the_real_client_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(CheckpointError, match="the hub gave"):
         open_checkpoint("owner/certainly-not-in-the-cache")
+    commit = "0" * 40
+    repo = tmp_path / "models--owner--name"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    (repo / "snapshots").mkdir()
+    write_folder(repo / "snapshots" / commit)
+    write_all_types(repo / "snapshots" / commit / "model.gguf")
+    assert open_checkpoint("owner/name").kind == "hf"
+    assert open_checkpoint("owner/name/model.gguf").kind == "gguf"
 
 
 def test_thinfer_folders(tmp_path: Path, hub: list[tuple[Any, ...]]) -> None:

@@ -1,5 +1,6 @@
 """A ``tokenizers.Tokenizer`` rebuilt from the metadata of a GGUF file."""
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -148,7 +149,7 @@ def _byte_level(data: _Metadata, tokens: list[str]) -> tuple[Backend, bool]:
     flat = " ".join(merges).split(" ")
     if merges and len(flat) != 2 * len(merges):
         raise data.fail("merges", "has entries that are not two tokens and a space")
-    pairs = list(zip(flat[::2], flat[1::2], strict=False)) if merges else []
+    pairs = _pairs(flat) if merges else []
     pre = pre_tokenizer(data.text("pre", "default"), data.where)
     model = _bpe(data, dict(zip(tokens, range(len(tokens)), strict=True)), pairs, ignore_merges=pre.ignore_merges)
     backend = Backend(model)
@@ -161,6 +162,17 @@ def _byte_level(data: _Metadata, tokens: list[str]) -> tuple[Backend, bool]:
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend, pre.add_bos
+
+
+def _pairs(flat: list[str]) -> list[tuple[str, str]]:
+    # The collector would look at the new tuples again and again, for longer than it takes to make them.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return list(zip(flat[::2], flat[1::2], strict=True))
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _sentencepiece(data: _Metadata, tokens: list[str], types: npt.NDArray[np.float32]) -> tuple[Backend, bool]:
