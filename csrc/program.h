@@ -102,6 +102,7 @@ class Program {
   int add(std::unique_ptr<Op> op, const std::vector<int>& inputs, int output);
   // For a buffer written outside this program: says whether it holds only the rows of batch.out_rows.
   void set_selected(int buffer, bool selected) { selected_[static_cast<size_t>(buffer)] = selected; }
+  bool selected(int buffer) const { return selected_[static_cast<size_t>(buffer)] != 0; }
   int ops() const { return static_cast<int>(ops_.size()); }
   Op& op(int index) { return *ops_[static_cast<size_t>(index)]; }
 

@@ -8,11 +8,11 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "half.h"
+
 #ifndef THINFER_ISA
 #error "csrc/cpu files are compiled per instruction set: define THINFER_ISA"
 #endif
-
-#define THINFER_INLINE static inline __attribute__((always_inline))
 
 #if defined(THINFER_ISA_AVX512)
 #include "cpu/isa/avx512.h"
