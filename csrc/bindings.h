@@ -62,7 +62,7 @@ class CheckedProgram {
   int add(std::unique_ptr<Op> op, const std::vector<int>& inputs, int output);
   int add_embed(std::shared_ptr<const RowSource> source, int out);
   int add_attention(int x, int out, Heads heads, int layer, float scale, int window);
-  std::shared_ptr<RopeTable> rope_table(std::vector<double> inv_freq, double attention_factor);
+  std::shared_ptr<RopeTable> rope_table(std::vector<float> inv_freq, float attention_factor);
 
   // What the linear ops share; null until the first one.
   std::shared_ptr<LinearStorage>& linear_storage() { return linear_storage_; }

@@ -79,7 +79,7 @@ int op_head_norm(CheckedProgram& self, int x, int out, const In<float, 1>& q_nor
                   {x}, out);
 }
 
-int op_rope(CheckedProgram& self, int x, int out, std::vector<double> inv_freq, double attention_factor, int heads,
+int op_rope(CheckedProgram& self, int x, int out, std::vector<float> inv_freq, float attention_factor, int heads,
             int kv_heads, int head_dim) {
   const Heads h = check_heads(heads, kv_heads, head_dim);
   self.expect_width(x, h.width(), "x");
@@ -204,7 +204,7 @@ FloatArray head_norm(const std::string& isa, const In<float, 2>& qkv, const In<f
 }
 
 FloatArray rope(const std::string& isa, const In<float, 2>& qkv, const In<int32_t, 1>& positions,
-                std::vector<double> inv_freq, double attention_factor, int heads, int kv_heads, int head_dim) {
+                std::vector<float> inv_freq, float attention_factor, int heads, int kv_heads, int head_dim) {
   Single single(isa, as_int(qkv.shape(0)));
   const int in = single.input(qkv);
   const int out = single.program.add_buffer(single.program.width(in));

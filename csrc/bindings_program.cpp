@@ -98,7 +98,7 @@ int CheckedProgram::add_attention(int x, int out, Heads heads, int layer, float 
   return add(make_attention(kernels_, x, out, heads, layer, scale, window), {x}, out);
 }
 
-std::shared_ptr<RopeTable> CheckedProgram::rope_table(std::vector<double> inv_freq, double attention_factor) {
+std::shared_ptr<RopeTable> CheckedProgram::rope_table(std::vector<float> inv_freq, float attention_factor) {
   for (const auto& table : ropes_) {
     if (table->equals(inv_freq, attention_factor)) return table;
   }

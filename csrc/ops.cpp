@@ -232,10 +232,10 @@ class Select final : public Op {
 
 }  // namespace
 
-RopeTable::RopeTable(std::vector<double> inv_freq, double attention_factor)
+RopeTable::RopeTable(std::vector<float> inv_freq, float attention_factor)
     : inv_freq_(std::move(inv_freq)), factor_(attention_factor) {}
 
-bool RopeTable::equals(const std::vector<double>& inv_freq, double attention_factor) const {
+bool RopeTable::equals(const std::vector<float>& inv_freq, float attention_factor) const {
   return inv_freq_ == inv_freq && factor_ == attention_factor;
 }
 
@@ -247,9 +247,10 @@ void RopeTable::fill(const Batch& batch) {
   for (int row = 0; row < batch.rows; ++row) {
     float* cosine = table_.data() + static_cast<size_t>(2 * row) * half;
     for (size_t i = 0; i < half; ++i) {
-      const double angle = static_cast<double>(batch.positions[row]) * inv_freq_[i];
-      cosine[i] = static_cast<float>(std::cos(angle) * factor_);
-      cosine[half + i] = static_cast<float>(std::sin(angle) * factor_);
+      // The angle is rounded to float32, as models were trained; its cosine is exact to a rounding.
+      const float angle = static_cast<float>(batch.positions[row]) * inv_freq_[i];
+      cosine[i] = static_cast<float>(std::cos(static_cast<double>(angle))) * factor_;
+      cosine[half + i] = static_cast<float>(std::sin(static_cast<double>(angle))) * factor_;
     }
   }
 }

@@ -31,16 +31,16 @@ std::unique_ptr<Op> make_head_norm(const OpKernels& kernels, int x, int out, Hea
 // Cosines and sines of the positions of a step: computed once a step, shared by the layers.
 class RopeTable {
  public:
-  RopeTable(std::vector<double> inv_freq, double attention_factor);
-  bool equals(const std::vector<double>& inv_freq, double attention_factor) const;
+  RopeTable(std::vector<float> inv_freq, float attention_factor);
+  bool equals(const std::vector<float>& inv_freq, float attention_factor) const;
   void fill(const Batch& batch);
   int half() const { return static_cast<int>(inv_freq_.size()); }
   const float* cosine(int row) const { return table_.data() + static_cast<size_t>(2 * row) * inv_freq_.size(); }
   const float* sine(int row) const { return cosine(row) + inv_freq_.size(); }
 
  private:
-  std::vector<double> inv_freq_;
-  double factor_;
+  std::vector<float> inv_freq_;
+  float factor_;
   uint64_t step_ = 0;
   std::vector<float> table_;  // [row][cosine, sine][half]
 };
