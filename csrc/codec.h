@@ -112,10 +112,13 @@ struct Matrix {
   int chunks() const { return (padded_outputs + chunk - 1) / chunk; }
   int chunk_width(int c) const { return (c + 1) * chunk <= padded_outputs ? chunk : padded_outputs - c * chunk; }
   int segment_begin(int s) const { return static_cast<int>(static_cast<int64_t>(blocks()) * s / segments); }
-  // Start of a chunk's records: all chunks before it are full.
-  const uint8_t* chunk_data(int c) const {
-    return data + static_cast<size_t>(c) * blocks() * columns_record_bytes(codec, chunk);
+  // Bytes of a columns chunk `width` outputs wide. Float codecs take any number of inputs, the others whole blocks.
+  size_t chunk_bytes(int width) const {
+    return is_float(codec) ? static_cast<size_t>(inputs) * channel_bytes(codec, width)
+                           : static_cast<size_t>(blocks()) * columns_record_bytes(codec, width);
   }
+  // Start of a chunk: all chunks before it are full.
+  const uint8_t* chunk_data(int c) const { return data + static_cast<size_t>(c) * chunk_bytes(chunk); }
   const uint8_t* tile_data(int t) const { return data + static_cast<size_t>(t) * blocks() * rows_record_bytes(codec); }
 };
 

@@ -194,8 +194,9 @@ void pack_float_block(const Matrix& w, const Rows& rows, int block64, uint8_t* d
       continue;
     }
     for (int i = 0; i < w.inputs; i += kGroup) {
-      decode_floats(type, row, i, kGroup, values);
-      for (int j = 0; j < kGroup; ++j) store_float(w.codec, out + element * width * static_cast<size_t>(i + j), values[j]);
+      const int count = std::min(kGroup, w.inputs - i);
+      decode_floats(type, row, i, count, values);
+      for (int j = 0; j < count; ++j) store_float(w.codec, out + element * width * static_cast<size_t>(i + j), values[j]);
     }
   }
 }
@@ -213,10 +214,10 @@ PackedMatrix::PackedMatrix(const std::vector<StoredRows>& parts, int inputs, Cod
     if (codec_of(part.type) != codec && !requantised) throw std::invalid_argument("a part's type does not fit the codec");
   }
   if (outputs <= 0 || inputs <= 0) throw std::invalid_argument("an empty matrix");
-  if (inputs % traits(codec).block != 0) throw std::invalid_argument("inputs are not a multiple of the codec's block");
+  if (!is_float(codec) && inputs % traits(codec).block != 0) throw std::invalid_argument("inputs are not a multiple of the codec's block");
   if (is_float(codec) && layout != Layout::columns) throw std::invalid_argument("float codecs have the columns layout only");
   if (layout == Layout::columns && (chunk <= 0 || chunk % kOutBlock != 0)) throw std::invalid_argument("chunk is not a multiple of 64");
-  if (segments < 1 || segments > inputs / traits(codec).block) throw std::invalid_argument("too many segments");
+  if (segments < 1 || (segments > 1 && segments > inputs / traits(codec).block)) throw std::invalid_argument("too many segments");
   const bool columns = layout == Layout::columns;
   matrix_.codec = codec;
   matrix_.layout = layout;
@@ -227,7 +228,7 @@ PackedMatrix::PackedMatrix(const std::vector<StoredRows>& parts, int inputs, Cod
   matrix_.segments = segments;
   bytes_ = columns ? 0 : static_cast<size_t>(matrix_.tiles()) * static_cast<size_t>(matrix_.blocks()) * static_cast<size_t>(rows_record_bytes(codec));
   for (int c = 0; columns && c < matrix_.chunks(); ++c) {
-    bytes_ += static_cast<size_t>(matrix_.blocks()) * columns_record_bytes(codec, matrix_.chunk_width(c));
+    bytes_ += matrix_.chunk_bytes(matrix_.chunk_width(c));
   }
   constexpr size_t kPrefetchSlack = 8192;  // kernels prefetch past the end
   pages_ = Pages(bytes_ + kPrefetchSlack);

@@ -61,10 +61,10 @@ THINFER_INLINE void add_group(const Weight* w, size_t stride, const Inputs& in, 
   for (; row < rows; ++row) add_rows<1, kVectors>(w, stride, in, row, y, ldy);
 }
 
-// The channels of group g to use: all, or those that are not 0 in some row.
-int list_channels(const float* x, int rows, int ldx, bool skip_zeros, uint8_t* channel) {
+// The channels of a group to use, of `width` there are: all, or those that are not 0 in some row.
+int list_channels(const float* x, int rows, int ldx, int width, bool skip_zeros, uint8_t* channel) {
   int count = 0;
-  for (int i = 0; i < kGroup; ++i) {
+  for (int i = 0; i < width; ++i) {
     bool used = !skip_zeros;
     for (int r = 0; r < rows && !used; ++r) used = x[static_cast<ptrdiff_t>(r) * ldx + i] != 0.0f;
     channel[count] = static_cast<uint8_t>(i);
@@ -124,8 +124,10 @@ size_t float_codec(const Matrix& w, const float* x, int rows, int ldx, float* y,
   const int chunk = tile_begin * kTile / w.chunk;
   const size_t width = static_cast<size_t>(w.chunk_width(chunk));
   const Weight* base = reinterpret_cast<const Weight*>(w.chunk_data(chunk)) - static_cast<ptrdiff_t>(chunk) * w.chunk;
-  for (int g = 0; g < w.inputs / kGroup; ++g) {
-    const Inputs in{x + kGroup * g, ldx, channel, list_channels(x + kGroup * g, rows, ldx, skip_zeros, channel)};
+  for (int g = 0; g * kGroup < w.inputs; ++g) {
+    const int group_width = w.inputs - g * kGroup < kGroup ? w.inputs - g * kGroup : kGroup;
+    const Inputs in{x + kGroup * g, ldx, channel,
+                    list_channels(x + kGroup * g, rows, ldx, group_width, skip_zeros, channel)};
     const Weight* group = base + static_cast<size_t>(g) * kGroup * width;
     for (int tile = tile_begin; tile < tile_end; tile += 4) {
       add_group<4>(group + tile * kTile, width, in, rows, y + tile * kTile, ldy);
@@ -145,7 +147,8 @@ size_t quantized_codec(const Matrix& w, const float* x, int rows, int ldx, float
   size_t bytes = 0;
   for (int tile = tile_begin; tile < tile_end; tile += wide ? 4 : 1) {
     for (int g = 0; g < w.inputs / kGroup; ++g) {
-      const Inputs in{x + kGroup * g, ldx, channel, list_channels(x + kGroup * g, rows, ldx, skip_zeros, channel)};
+      const Inputs in{x + kGroup * g, ldx, channel,
+                      list_channels(x + kGroup * g, rows, ldx, kGroup, skip_zeros, channel)};
       unpack_group<codec>(w, tile, g, panel, quads);
       if (wide) {
         add_group<4>(panel, kPanelOutputs, in, rows, y + tile * kTile, ldy);

@@ -44,7 +44,7 @@ def test_selected_names_all_buffers_after_select():
 
 def test_split_for_an_exact_executor_and_a_grouping_one():
     ids = [70, 3, 40]
-    split = split_ffn(ffn_graph(), 0, ids, "reference")
+    split = split_ffn(ffn_graph(), 0, ids, "reference", column_groups={"cpu": 32})
     a, b = split.nodes[1:4], split.nodes[4:7]
     assert [n.executor for n in a] == ["reference"] * 3
     assert [n.executor for n in b] == ["cpu"] * 3
@@ -67,7 +67,7 @@ def test_split_for_an_exact_executor_and_a_grouping_one():
 
 
 def test_whole_groups_need_no_scatter():
-    split = split_ffn(ffn_graph(), 0, range(32), "reference")
+    split = split_ffn(ffn_graph(), 0, range(32), "reference", column_groups={"cpu": 32})
     act, down = split.nodes[5:7]
     assert down.attrs["columns"] == tuple(range(32, 80))
     assert "ids" not in act.attrs
@@ -76,7 +76,7 @@ def test_whole_groups_need_no_scatter():
 
 def test_groups_without_a_kept_neuron_are_left_out():
     moved = [i for i in range(NEURONS) if i != 33]
-    act, down = split_ffn(ffn_graph(), 0, moved).nodes[5:7]
+    act, down = split_ffn(ffn_graph(), 0, moved, column_groups={"cpu": 32}).nodes[5:7]
     assert down.attrs["columns"] == tuple(range(32, 64))
     assert act.attrs["ids"] == (1,)
     assert act.attrs["width"] == 32

@@ -30,8 +30,8 @@ OPS = ("embed", "rms_norm", "linear", "head_norm", "rope", "attention", "gated_a
 
 LINEAR_KINDS = ("qkv", "o", "gate_up", "down", "lm_head")
 
-# Quantised blocks run along the input in groups of 32, so this executor takes whole groups of columns.
-COLUMN_GROUPS: Mapping[str, int] = {"cpu": 32}
+# Quantised blocks run along the input, 256 at the most, so this executor takes whole aligned groups of columns.
+COLUMN_GROUPS: Mapping[str, int] = {"cpu": 256}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,14 @@ class Graph:
         return frozenset(names)
 
 
-def split_ffn(graph: Graph, layer: int, neuron_ids: Sequence[int], executor: str = "reference") -> Graph:
+def split_ffn(
+    graph: Graph,
+    layer: int,
+    neuron_ids: Sequence[int],
+    executor: str = "reference",
+    *,
+    column_groups: Mapping[str, int] = COLUMN_GROUPS,
+) -> Graph:
     """Split one layer's FFN by neuron ids: `neuron_ids` run on `executor`, the others where they ran; an add joins.
 
     Each branch is gate_up -> gated_act -> down with these attributes, which every executor understands:
@@ -105,7 +112,7 @@ def split_ffn(graph: Graph, layer: int, neuron_ids: Sequence[int], executor: str
     * down linear, `columns`: for each column of its input buffer the column of the weight it meets.
     * gated_act, `ids` and `width`: neuron j of its input goes to column ids[j] of a zeroed buffer of that width.
 
-    An executor with a group width in COLUMN_GROUPS gets `columns` made of whole aligned groups of that many columns
+    An executor with a group width in `column_groups` gets `columns` made of whole aligned groups of that many columns
     (all groups that hold a kept neuron), and `ids` scatter the neurons into them, so packed blocks stay whole; other
     executors get `columns == rows` and a gated_act without ids. The branch of `neuron_ids` comes first and the down
     bias stays with the other one. Raises UsageError when the layer has no whole FFN or ids are not distinct, in
@@ -127,10 +134,11 @@ def split_ffn(graph: Graph, layer: int, neuron_ids: Sequence[int], executor: str
     kept = [i for i in range(neurons) if i not in gone]
 
     buffers = dict(graph.buffers)
-    branch_a = _branch((gate_up, act, down), "split", moved, executor=executor, buffers=buffers, neurons=neurons)
+    ffn = (gate_up, act, down)
+    branch_a = _branch(ffn, "split", moved, column_groups.get(executor, 1), executor, buffers)
     no_bias = {**branch_a[2].attrs, "biases": ("",) * len(down.weights)}
     branch_a = (*branch_a[:2], replace(branch_a[2], attrs=no_bias))
-    branch_b = _branch((gate_up, act, down), "rest", kept, executor=down.executor, buffers=buffers, neurons=neurons)
+    branch_b = _branch(ffn, "rest", kept, column_groups.get(down.executor, 1), down.executor, buffers)
     join = Node("add", (branch_a[2].output, branch_b[2].output), down.output, executor=down.executor)
     for name in (gate_up.output, act.output):
         del buffers[name]
@@ -143,18 +151,12 @@ def _is_linear(node: Node, kind: str, layer: int) -> bool:
 
 
 def _branch(
-    ffn: tuple[Node, Node, Node],
-    suffix: str,
-    ids: list[int],
-    *,
-    executor: str,
-    buffers: dict[str, int],
-    neurons: int,
+    ffn: tuple[Node, Node, Node], suffix: str, ids: list[int], group: int, executor: str, buffers: dict[str, int]
 ) -> tuple[Node, Node, Node]:
     """The three nodes of one half; adds their buffers to `buffers`."""
     gate_up, act, down = ffn
     names = [f"{node.output}.{suffix}" for node in ffn]
-    group = COLUMN_GROUPS.get(executor, 1)
+    neurons = buffers[act.output]
     starts = sorted({i // group * group for i in ids})
     columns = [c for s in starts for c in range(s, min(s + group, neurons))]
     act_attrs = dict(act.attrs)

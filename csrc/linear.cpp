@@ -1,0 +1,226 @@
+#include "linear.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+namespace thinfer {
+namespace {
+
+template <class T>
+void grow(std::vector<T>& v, size_t size) {
+  if (v.size() < size) v.resize(size);
+}
+
+size_t record_bytes(const Matrix& w) { return static_cast<size_t>(w.blocks()) * static_cast<size_t>(rows_record_bytes(w.codec)); }
+
+}  // namespace
+
+LinearOp::LinearOp(const LinearKernels& kernels, int in, int out, std::vector<std::shared_ptr<const PackedMatrix>> parts,
+                   std::vector<float> bias, Activations activations, std::shared_ptr<LinearStorage> storage)
+    : kernels_(kernels), in_(in), out_(out), bias_(std::move(bias)), storage_(std::move(storage)) {
+  if (parts.empty()) throw std::invalid_argument("a linear op needs a matrix");
+  inputs_ = parts.front()->width();
+  const bool float_codec = is_float(parts.front()->matrix().codec);
+  floats_ = activations == Activations::f32 || float_codec;
+  for (auto& matrix : parts) {
+    const Matrix& w = matrix->matrix();
+    if (w.inputs != inputs_) throw std::invalid_argument("matrices of one linear op must have the same inputs");
+    if (is_float(w.codec) != float_codec && !floats_) throw std::invalid_argument("float and integer codecs in one linear op");
+    parts_.push_back({std::move(matrix), outputs_, staging_width_});
+    outputs_ += w.outputs;
+    staging_width_ += w.padded_outputs * w.segments;
+    columns_ = columns_ || w.layout == Layout::columns;
+    halves_ = halves_ || traits(w.codec).scale == ScaleKind::k16;
+  }
+  for (Part& part : parts_) {
+    const Matrix& w = part.matrix->matrix();
+    const bool last = &part == &parts_.back();
+    // Kernels write whole tiles: fine where the tile ends inside the part or the row's padding.
+    part.staged = last ? padded(outputs_) < part.first_output + w.padded_outputs : w.padded_outputs != w.outputs;
+    part.staged = part.staged || part.first_output % kTile != 0;
+  }
+  if (!bias_.empty() && static_cast<int>(bias_.size()) != outputs_) throw std::invalid_argument("bias needs one float an output");
+}
+
+void LinearOp::set_threshold(Threshold threshold) {
+  if (!threshold.channel_scale.empty()) {
+    if (static_cast<int>(threshold.channel_scale.size()) != inputs_) throw std::invalid_argument("channel_scale needs one float an input");
+    threshold.channel_scale.resize(static_cast<size_t>(padded(inputs_)), 0.0f);  // kernels read whole vectors
+  }
+  threshold_ = std::move(threshold);
+}
+
+bool LinearOp::is_sparse(const Batch& batch, int row) const {
+  return threshold_.value >= 0.0f && batch.sparse[selected() ? batch.out_rows[row] : row] != 0;
+}
+
+QuantizedRows LinearOp::quantized(const Batch& batch) const {
+  LinearStorage& s = *storage_;
+  return {rows(batch), rows(batch), s.q.data(), s.scale.data(), s.bias.data(), s.sums.data()};
+}
+ActiveChannels LinearOp::active() const {
+  return {storage_->quads.data(), storage_->channel.data(), storage_->active_q.data()};
+}
+
+bool LinearOp::staged(const Part& part, const Batch& batch) const {
+  const Matrix& w = part.matrix->matrix();
+  return part.staged || (!floats_ && rows(batch) == 1 && w.layout == Layout::columns && w.segments > 1);
+}
+
+void LinearOp::prepare(const Batch& batch) {
+  const size_t n = static_cast<size_t>(rows(batch));
+  const size_t groups = static_cast<size_t>((inputs_ + kGroup - 1) / kGroup);
+  LinearStorage& s = *storage_;
+  if (floats_) {
+    if (threshold_.value >= 0.0f) grow(s.masked, n * static_cast<size_t>(padded(inputs_)));
+  } else {
+    grow(s.q, n * groups * kGroup);
+    grow(s.scale, n * groups);
+    grow(s.bias, n * groups);
+    grow(s.sums, 2 * n * groups);
+    grow(s.quads, 2 * groups);
+    grow(s.channel, kGroup * groups);
+    grow(s.active_q, kGroup * groups);
+  }
+  for (const Part& part : parts_) {
+    if (staged(part, batch)) grow(s.partial, n * static_cast<size_t>(staging_width_));
+  }
+}
+
+int LinearOp::part_items(const Part& part, const Batch& batch) const {
+  const Matrix& w = part.matrix->matrix();
+  if (w.layout == Layout::rows) return w.tiles();
+  if (rows(batch) > 1) return w.padded_outputs / kOutBlock;
+  return floats_ ? w.chunks() : w.chunks() * w.segments;
+}
+
+int LinearOp::items(int phase, const Batch& batch) const {
+  const int n = rows(batch);
+  if (n == 0) return 0;
+  if (phase == 0) return floats_ && threshold_.value < 0.0f ? 0 : n;
+  if (phase == 1) {
+    int total = 0;
+    for (const Part& part : parts_) total += part_items(part, batch);
+    return total;
+  }
+  if (!bias_.empty()) return n;
+  return std::any_of(parts_.begin(), parts_.end(), [&](const Part& p) { return staged(p, batch); }) ? n : 0;
+}
+
+int LinearOp::chunk(int phase, const Batch& batch) const {
+  // Column work comes in few, equal, large pieces.
+  return phase == 1 && columns_ && rows(batch) == 1 ? 1 : 0;
+}
+
+size_t LinearOp::scratch_bytes(int max_rows) const { return linear_scratch_bytes(max_rows); }
+
+void LinearOp::run(int phase, int begin, int end, int, Context& context) {
+  if (phase == 0) {
+    for (int row = begin; row < end; ++row) prepare_row(row, context);
+  } else if (phase == 1) {
+    int first = 0;
+    for (const Part& part : parts_) {
+      const int count = part_items(part, context.batch);
+      const int from = std::max(begin, first), to = std::min(end, first + count);
+      if (from < to) run_part(part, from - first, to - first, context);
+      first += count;
+    }
+  } else {
+    for (int row = begin; row < end; ++row) combine(row, context);
+  }
+}
+
+void LinearOp::prepare_row(int row, Context& context) {
+  const Batch& batch = context.batch;
+  const float* x = context.buffers[in_] + static_cast<ptrdiff_t>(row) * padded(inputs_);
+  const bool sparse = is_sparse(batch, row);
+  const float* scale = threshold_.channel_scale.empty() ? nullptr : threshold_.channel_scale.data();
+  int active_channels = inputs_;
+  if (floats_) {
+    float* to = storage_->masked.data() + static_cast<ptrdiff_t>(row) * padded(inputs_);
+    if (sparse) {
+      kernels_.mask(x, inputs_, threshold_.value, scale, to);
+      active_channels = static_cast<int>(inputs_ - std::count(to, to + inputs_, 0.0f));
+    } else {
+      std::memcpy(to, x, static_cast<size_t>(inputs_) * sizeof(float));
+    }
+  } else {
+    const QuantizedRows q = quantized(batch);
+    kernels_.quantize(x, inputs_, sparse ? threshold_.value : -1.0f, scale, q, row);
+    if (columns_ && q.rows == 1) {
+      active_channels = kernels_.find_active(q, row, inputs_, halves_, active());
+    } else if (sparse) {
+      active_channels = 0;
+      for (int g = 0; g < inputs_ / kGroup; ++g) {
+        const int8_t* group = q.q + (static_cast<ptrdiff_t>(g) * q.stride + row) * kGroup;
+        active_channels += static_cast<int>(kGroup - std::count(group, group + kGroup, 0));
+      }
+    }
+  }
+  context.counters->channels_active += static_cast<uint64_t>(active_channels);
+  context.counters->channels_total += static_cast<uint64_t>(inputs_);
+}
+
+void LinearOp::run_part(const Part& part, int begin, int end, Context& context) {
+  const Batch& batch = context.batch;
+  const Matrix& w = part.matrix->matrix();
+  const int n = rows(batch);
+  const bool aside = staged(part, batch);
+  float* y = aside ? storage_->partial.data() + part.partial : context.buffers[out_] + part.first_output;
+  const int ldy = aside ? staging_width_ : padded(outputs_);
+  if (floats_) {
+    const bool masked = threshold_.value >= 0.0f;
+    const float* x = masked ? storage_->masked.data() : context.buffers[in_];
+    const int tiles_per_item = w.layout == Layout::rows ? 1 : (n > 1 ? kOutBlock : w.chunk) / kTile;
+    const int step = w.layout == Layout::rows ? end - begin : 1;  // a call stays inside one chunk
+    for (int item = begin; item < end; item += step) {
+      const int last = std::min((item + step) * tiles_per_item, w.tiles());
+      context.counters->bytes_read += kernels_.float_linear(w, x, n, padded(inputs_), y, ldy, item * tiles_per_item, last,
+                                                            masked, context.scratch);
+    }
+  } else if (n == 1) {
+    run_gemv(part, begin, end, y, context);
+  } else if (w.layout == Layout::rows) {
+    kernels_.rows_gemm(w, quantized(batch), y, ldy, begin, end, context.scratch);
+    context.counters->bytes_read += record_bytes(w) * static_cast<size_t>(end - begin);
+  } else {
+    kernels_.columns_gemm(w, quantized(batch), y, ldy, begin, end, context.scratch);
+    context.counters->bytes_read += w.chunk_bytes(kOutBlock) * static_cast<size_t>(end - begin);
+  }
+}
+
+void LinearOp::run_gemv(const Part& part, int begin, int end, float* y, Context& context) {
+  const Matrix& w = part.matrix->matrix();
+  const QuantizedRows x = quantized(context.batch);
+  if (w.layout == Layout::rows) {
+    kernels_.rows_gemv(w, x, y, begin, end);
+    context.counters->bytes_read += record_bytes(w) * static_cast<size_t>(end - begin);
+    return;
+  }
+  for (int item = begin; item < end; ++item) {
+    const int segment = item / w.chunks(), c = item % w.chunks();
+    float* to = y + static_cast<ptrdiff_t>(segment) * w.padded_outputs + c * w.chunk;
+    context.counters->bytes_read += kernels_.columns_gemv(w, x, active(), to, segment, c);
+  }
+}
+
+// Adds the partial sums of staged parts in order, and the bias.
+void LinearOp::combine(int row, Context& context) {
+  float* y = context.buffers[out_] + static_cast<ptrdiff_t>(row) * padded(outputs_);
+  for (const Part& part : parts_) {
+    if (!staged(part, context.batch)) continue;
+    const Matrix& w = part.matrix->matrix();
+    const float* from = storage_->partial.data() + static_cast<ptrdiff_t>(row) * staging_width_ + part.partial;
+    float* to = y + part.first_output;
+    std::memcpy(to, from, static_cast<size_t>(w.outputs) * sizeof(float));
+    const bool segmented = !floats_ && rows(context.batch) == 1 && w.layout == Layout::columns;
+    for (int s = 1; segmented && s < w.segments; ++s) {
+      from += w.padded_outputs;
+      for (int o = 0; o < w.outputs; ++o) to[o] += from[o];
+    }
+  }
+  for (size_t o = 0; o < bias_.size(); ++o) y[o] += bias_[o];
+}
+
+}  // namespace thinfer

@@ -1,0 +1,143 @@
+"""Which codec and layout every linear gets in memory, and why: decided from shapes, types and thresholds alone."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from thinfer.core.graph import Graph, Node
+from thinfer.core.selector import ThresholdSelector
+from thinfer.engine.options import EngineOptions, WeightType
+from thinfer.models.loader import Weights
+
+# Bits of a weight in memory and inputs of a block, by stored type (csrc/codec.h). Float types stay what they are.
+FLOAT_BITS = {"F32": 32, "F16": 16, "BF16": 16}
+_BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8}
+_REQUANTISED: dict[WeightType, tuple[str, int]] = {"q4": ("u4_dm", 4), "q8": ("i8_d", 8), "f16": ("f16", 16)}
+
+_GROUP = 32
+_OUT_BLOCK = 64
+_SKIP_BYTES = 1024
+"""A skipped channel saves time only where the channels that are read come in runs of about this many bytes."""
+_SEGMENT_BLOCK = 256
+_SINGLE_SEGMENT_OUTPUTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlan:
+    """One packed matrix: weights of a node that share a stored type, stacked along the outputs.
+
+    Attributes:
+        weights: names of the weights.
+        type: stored type.
+        codec: codec to re-quantise to; None keeps the type's own.
+        layout: "rows" or "columns".
+        chunk: outputs of one contiguous channel slice (columns).
+        segments: partial sums over the input; from the shape alone, so that layouts agree to the bit.
+        why: the reason, for start-up.
+    """
+
+    weights: tuple[str, ...]
+    type: str
+    codec: str | None
+    layout: str
+    chunk: int
+    segments: int
+    why: str
+
+
+def plan_linear(
+    node: Node, weights: Weights, selector: ThresholdSelector | None, options: EngineOptions, shapes: "LinearShape"
+) -> list[MatrixPlan]:
+    """The packed matrices of one linear node, in the order of its weights."""
+    plans = []
+    skips = selector is not None and selector.thresholds.get(node.attrs["site"], 0.0) > 0.0
+    for stored, group in groupby(node.weights, key=lambda name: weights.source(name).type):
+        names = tuple(group)
+        codec, bits = None, _BITS.get(stored) or FLOAT_BITS[stored]
+        if options.weights != "stored" and stored in FLOAT_BITS and shapes.inputs % _GROUP == 0:
+            codec, bits = _REQUANTISED[options.weights]
+        outputs = sum(shapes.outputs(name) for name in names)
+        floats = bits >= 16
+        segments = 1 if floats else segment_count(shapes.inputs, outputs)
+        if skips:
+            chunk = chunk_outputs(outputs, bits, segments, options.thread_count())
+            why = "input channels are skipped by threshold"
+            plans.append(MatrixPlan(names, stored, codec, "columns", chunk, segments, why))
+        elif floats:
+            why = "float weights, read in order"
+            plans.append(MatrixPlan(names, stored, codec, "columns", _OUT_BLOCK, segments, why))
+        else:
+            plans.append(MatrixPlan(names, stored, codec, "rows", 0, segments, "dense"))
+    return plans
+
+
+@dataclass(frozen=True, slots=True)
+class LinearShape:
+    """Inputs and outputs of a node's weights after a split kept some of them."""
+
+    inputs: int
+    rows: int | None
+    stored_rows: dict[str, int]
+
+    @classmethod
+    def of(cls, node: Node, weights: Weights) -> "LinearShape":
+        """Shape of a linear node."""
+        columns, rows = node.attrs.get("columns"), node.attrs.get("rows")
+        stored = {name: weights.source(name).shape[0] for name in node.weights}
+        inputs = weights.source(node.weights[0]).shape[1] if columns is None else len(columns)
+        return cls(inputs, None if rows is None else len(rows), stored)
+
+    def outputs(self, name: str) -> int:
+        """Outputs kept of one weight."""
+        return self.stored_rows[name] if self.rows is None else self.rows
+
+
+def segment_count(inputs: int, outputs: int) -> int:
+    """Partial sums over the input, cut on blocks of 256: more than one where outputs alone give chunks too short.
+
+    Depends on the shape only: sums are added in order, so every layout, batch and thread count gives the same bits.
+    """
+    blocks = inputs // _SEGMENT_BLOCK
+    if outputs >= _SINGLE_SEGMENT_OUTPUTS or blocks < 2:
+        return 1
+    return 4 if blocks % 4 == 0 or blocks >= 16 else 2
+
+
+def chunk_outputs(outputs: int, bits: int, segments: int, threads: int) -> int:
+    """Outputs of a channel slice: enough slices to feed the threads, none much under a kilobyte; multiple of 64."""
+    padded = -(-outputs // _OUT_BLOCK) * _OUT_BLOCK
+    wanted = 2 * threads if segments == 1 else -(-threads // segments)
+    longest = max(1, padded * bits // 8 // _SKIP_BYTES)
+    slices = max(1, min(wanted, longest))
+    return -(-padded // slices // _OUT_BLOCK) * _OUT_BLOCK
+
+
+def assign_buffers(graph: Graph, executor_nodes: Sequence[Node], kept: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Place the buffers of some nodes in shared storage: name -> (slot, width).
+
+    A slot is taken again once its last reader has run; buffers in `kept` are never overwritten. Only buffers of equal
+    width share a slot. An op never gets the slot of its own input.
+    """
+    last_use: dict[str, int] = {}
+    for index, node in enumerate(executor_nodes):
+        for name in node.inputs:
+            last_use[name] = index
+    fixed = set(kept)
+    slots: dict[str, tuple[int, int]] = {}
+    free: dict[int, list[int]] = {}
+    count = 0
+    for index, node in enumerate(executor_nodes):
+        for name in (*node.inputs, node.output):
+            if name not in slots:
+                width = graph.buffers[name]
+                reusable = free.get(width, [])
+                if name == node.output and reusable and name not in fixed:
+                    slots[name] = (reusable.pop(), width)
+                else:
+                    slots[name] = (count, width)
+                    count += 1
+        for name in set(node.inputs):
+            if last_use[name] == index and name not in fixed:
+                slot, width = slots[name]
+                free.setdefault(width, []).append(slot)
+    return slots
