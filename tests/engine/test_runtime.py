@@ -1,6 +1,7 @@
 """The engine: chunking, batching and limits change nothing but what they should."""
 
 import threading
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -13,8 +14,20 @@ from thinfer.errors import ResourceError, UsageError
 IDS = np.random.default_rng(1).integers(0, 256, 150).tolist()
 
 
-def make_engine(model, **options):
-    return Engine(model, EngineOptions(executor="reference", **options))
+EXECUTORS = {
+    "reference": {"executor": "reference"},
+    "cpu": {"executor": "cpu", "threads": 2},
+    "cpu-f32": {"executor": "cpu", "activations": "f32", "kv_type": "f32", "threads": 2},
+}
+
+
+@pytest.fixture(scope="module", params=EXECUTORS)
+def make_engine(request):
+    """Builds engines on one executor; every test here holds for all of them."""
+    given = EXECUTORS[request.param]
+    if given["executor"] == "cpu" and find_spec("thinfer._core") is None:
+        pytest.skip("the native part is not built")
+    return lambda model, **options: Engine(model, EngineOptions(**(given | options)))
 
 
 def all_logits(engine, ids, **work):
@@ -25,19 +38,19 @@ def all_logits(engine, ids, **work):
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_model):
+def expected(make_engine, tiny_model):
     with make_engine(tiny_model) as engine:
         return all_logits(engine, IDS)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_chunks_do_not_change_a_bit(tiny_model, expected, chunk):
+def test_chunks_do_not_change_a_bit(make_engine, tiny_model, expected, chunk):
     with make_engine(tiny_model, chunk=chunk) as engine:
         assert np.array_equal(all_logits(engine, IDS), expected)
 
 
 @pytest.mark.parametrize("count", [2, 7, 16])
-def test_neighbours_do_not_change_a_bit(tiny_model, expected, count):
+def test_neighbours_do_not_change_a_bit(make_engine, tiny_model, expected, count):
     with make_engine(tiny_model, chunk=64) as engine:
         works = [Work(engine.new_sequence(), IDS[: 10 + 7 * i], "last") for i in range(count)]
         for work, logits in zip(works, engine.step(works), strict=True):
@@ -48,7 +61,7 @@ def test_neighbours_do_not_change_a_bit(tiny_model, expected, count):
             assert np.array_equal(logits, expected[work.sequence.length - 1 :][:1])
 
 
-def test_logits_can_be_streamed_and_left_out(tiny_model, expected):
+def test_logits_can_be_streamed_and_left_out(make_engine, tiny_model, expected):
     with make_engine(tiny_model, chunk=32) as engine:
         seen = []
         first, second = engine.new_sequence(), engine.new_sequence()
@@ -63,7 +76,7 @@ def test_logits_can_be_streamed_and_left_out(tiny_model, expected):
         assert second.length == 9
 
 
-def test_logit_rows_are_bounded(tiny_model, expected, monkeypatch):
+def test_logit_rows_are_bounded(make_engine, tiny_model, expected, monkeypatch):
     monkeypatch.setattr("thinfer.engine.options._LOGITS_BYTES", 4 * 260 * 3)
     with make_engine(tiny_model) as engine:
         sizes = []
@@ -76,14 +89,14 @@ def test_logit_rows_are_bounded(tiny_model, expected, monkeypatch):
         assert np.array_equal(all_logits(engine, IDS), expected)
 
 
-def test_freed_blocks_serve_again(tiny_model, expected):
+def test_freed_blocks_serve_again(make_engine, tiny_model, expected):
     with make_engine(tiny_model, kv_tokens=192) as engine:
         for _ in range(3):
             assert np.array_equal(all_logits(engine, IDS), expected)
         assert engine.pool.num_free == 3
 
 
-def test_limits_name_both_numbers_and_run_nothing(tiny_model):
+def test_limits_name_both_numbers_and_run_nothing(make_engine, tiny_model):
     with make_engine(tiny_model, max_model_len=100) as engine:
         sequence = engine.new_sequence()
         with pytest.raises(ResourceError, match="150 tokens do not fit the context of 100"):
@@ -93,7 +106,7 @@ def test_limits_name_both_numbers_and_run_nothing(tiny_model):
         engine.step([Work(engine.new_sequence(), IDS)])
 
 
-def test_wrong_work_is_refused(tiny_model):
+def test_wrong_work_is_refused(make_engine, tiny_model):
     with make_engine(tiny_model) as engine:
         sequence = engine.new_sequence()
         with pytest.raises(UsageError, match="twice"):
@@ -112,12 +125,12 @@ def test_wrong_options_name_themselves(keywords):
         EngineOptions.from_keywords(keywords)
 
 
-def test_context_beyond_the_model_is_refused(tiny_model):
+def test_context_beyond_the_model_is_refused(make_engine, tiny_model):
     with pytest.raises(UsageError, match="made for 512"):
         make_engine(tiny_model, max_model_len=513)
 
 
-def test_cancel_keeps_the_rows_that_ran(tiny_model):
+def test_cancel_keeps_the_rows_that_ran(make_engine, tiny_model):
     with make_engine(tiny_model, chunk=50) as engine:
         sequence = engine.new_sequence()
         asked = []
@@ -136,7 +149,7 @@ def selector(model, value, **given):
     return ThresholdSelector("teal", {site: value for site in sites if site.startswith("layers.")}, **given)
 
 
-def test_sparse_rows_start_after_the_sinks_and_mark_their_blocks(tiny_model, expected):
+def test_sparse_rows_start_after_the_sinks_and_mark_their_blocks(make_engine, tiny_model, expected):
     with make_engine(tiny_model, chunk=64) as engine:
         engine.selector = selector(tiny_model, 0.5)
         sequence = engine.new_sequence()
@@ -154,7 +167,7 @@ def test_sparse_rows_start_after_the_sinks_and_mark_their_blocks(tiny_model, exp
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_sparse_logits_depend_on_no_chunk(tiny_model, chunk):
+def test_sparse_logits_depend_on_no_chunk(make_engine, tiny_model, chunk):
     with make_engine(tiny_model) as engine:
         engine.selector = selector(tiny_model, 0.3)
         whole = all_logits(engine, IDS, sparse=True)
@@ -163,7 +176,7 @@ def test_sparse_logits_depend_on_no_chunk(tiny_model, chunk):
         assert np.array_equal(all_logits(engine, IDS, sparse=True), whole)
 
 
-def test_thresholds_of_zero_give_the_dense_bits(tiny_model, expected):
+def test_thresholds_of_zero_give_the_dense_bits(make_engine, tiny_model, expected):
     with make_engine(tiny_model) as engine:
         engine.selector = selector(tiny_model, 0.0)
         assert np.array_equal(all_logits(engine, IDS, sparse=True), expected)
@@ -174,7 +187,7 @@ def test_thresholds_of_zero_give_the_dense_bits(tiny_model, expected):
         assert engine.usage().rows == len(IDS)
 
 
-def test_describe_says_context_cache_and_sparsity(tiny_model):
+def test_describe_says_context_cache_and_sparsity(make_engine, tiny_model):
     with make_engine(tiny_model, max_model_len=128, kv_tokens=256) as engine:
         text = "\n".join(engine.describe())
         assert "context 128 (model max 512; max_model_len to raise)" in text
