@@ -42,7 +42,7 @@ class FakeWorker:
         self.log.append(self.name)
         self.calls.append(call)
         return Sample(
-            self.seconds[len(self.calls) % len(self.seconds)], 0.5, 1e6, ({"op": "add", "seconds": 1.0, "bytes": 0},)
+            self.seconds[len(self.calls) % len(self.seconds)], 0.5, 1e6, ({"kind": "add", "seconds": 1.0, "bytes": 0},)
         )
 
     def prefill(self, tokens, *, operations=False):
@@ -108,7 +108,7 @@ def test_operations_are_measured_in_a_round_of_their_own():
     a = contender([], "A", [1.0])
     (row,) = measure([a], [Test("pp", 4)], 2, operations=True)
     assert [call[2] for call in a.worker.calls] == [False, False, False, True]
-    assert row["operations"] == [{"op": "add", "seconds": 1.0, "bytes": 0}]
+    assert row["operations"] == [{"kind": "add", "seconds": 1.0, "bytes": 0}]
     assert "add" in report.as_md([row])
 
 

@@ -5,13 +5,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from thinfer.bench.worker import peak_rss_bytes
 from thinfer.data import evaluation_text
-from thinfer.errors import ThinferError
+from thinfer.errors import ThinferError, UnsupportedError
 
 if TYPE_CHECKING:
     from thinfer import LLM
@@ -26,12 +26,49 @@ def load(request: dict[str, Any]) -> tuple["LLM", dict[str, Any]]:
     llm = LLM(request["model"], **options)
     ids = llm.tokenizer.encode(evaluation_text(), add_special=False)
     facts = {
-        "backend": llm.engine.executor.name,
+        "backend": backend(llm),
         "threads": llm.engine.options.thread_count(),
         "notes": llm.engine.describe(),
         "tokens": list(islice(cycle(ids), request["text_tokens"])),
     }
     return llm, facts
+
+
+def backend(llm: "LLM") -> str:
+    """What computes: ``cpu-avx2``, ``reference``."""
+    if llm.engine.executor.name != "cpu":
+        return llm.engine.executor.name
+    from thinfer import _core
+
+    return f"cpu-{llm.engine.options.isa or _core.default_isa()}"
+
+
+@contextlib.contextmanager
+def profiled(engine: "Engine", wanted: bool) -> Iterator[list[dict[str, Any]]]:
+    """A list that is filled with time and bytes by kind of node while the block ran; UnsupportedError without them."""
+    operations: list[dict[str, Any]] = []
+    if not wanted:
+        yield operations
+        return
+    if not isinstance(engine.executor, Profiled):
+        raise UnsupportedError(f"executor {engine.executor.name} does not time its nodes; --per-op needs executor cpu")
+    engine.executor.set_profiling(True)
+    yield operations
+    operations += engine.executor.operations()
+    engine.executor.set_profiling(False)
+
+
+@runtime_checkable
+class Profiled(Protocol):
+    """An executor that can time its nodes."""
+
+    def set_profiling(self, on: bool) -> None:
+        """Switch the timing of every node."""
+        ...
+
+    def operations(self) -> list[dict[str, Any]]:
+        """Rows of kind, calls, seconds and bytes since the last reset."""
+        ...
 
 
 def prefill(engine: "Engine", tokens: Sequence[int]) -> dict[str, Any]:
@@ -84,9 +121,12 @@ class Server:
         if self._llm is None:
             raise ThinferError("load comes first")
         engine = self._llm.engine
-        if request["do"] == "prefill":
-            return prefill(engine, request["tokens"])
-        return decode(engine, request["start"], request["tokens"])
+        with profiled(engine, request["operations"]) as operations:
+            if request["do"] == "prefill":
+                reply = prefill(engine, request["tokens"])
+            else:
+                reply = decode(engine, request["start"], request["tokens"])
+        return reply | {"operations": operations}
 
 
 def main() -> None:

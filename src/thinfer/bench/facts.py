@@ -70,4 +70,21 @@ def model_facts(reference: str, options: Mapping[str, Any]) -> dict[str, Any]:
                 {"tensor": info.name, "shape": "x".join(map(str, info.shape)), "type": info.type, "bytes": info.nbytes}
                 for info in checkpoint.tensors.values()
             ],
+            "packed": packed_facts(llm.engine.executor),
         }
+
+
+def packed_facts(executor: object) -> list[dict[str, Any]]:
+    """Each matrix as it lies in memory: its input site, weights, stored type, codec, layout, bytes, and why."""
+    return [
+        {
+            "site": packed.site,
+            "weights": ", ".join(name.removesuffix(".weight").rsplit(".", 1)[-1] for name in packed.plan.weights),
+            "type": packed.plan.type,
+            "codec": packed.codec,
+            "layout": packed.layout,
+            "bytes": packed.nbytes,
+            "why": packed.plan.why,
+        }
+        for packed in getattr(executor, "linears", [])
+    ]

@@ -92,7 +92,7 @@ def _operations(row: Row) -> str:
     total = sum(op["seconds"] for op in row["operations"]) or 1.0
     body = [
         [
-            op["op"],
+            op["kind"],
             f"{op['seconds'] * 1e3:.2f}",
             f"{100 * op['seconds'] / total:.1f} %",
             f"{op['bytes'] / 1e6:.1f}" if op["bytes"] else "",

@@ -70,7 +70,7 @@ def _section(facts: Mapping[str, Any]) -> str:
     lines = []
     for name, value in facts.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            lines += ["", as_plain_md(value)]
+            lines += ["", name, as_plain_md(value)]
         elif isinstance(value, list) and name == "plan":
             lines += ["", *value]
         else:
