@@ -106,8 +106,16 @@ THINFER_INLINE Range visible(const AttendJob& job, int row, int block) {
 
 THINFER_INLINE float exp1(float x) {
   float lanes[16];
-  store(lanes, exp(set1(x)));
+  store(lanes, exp_of_negative(set1(x)));
   return lanes[0];
+}
+
+// (v0 . v1) . (v2 . v3) with the neutral element for missing vectors, so that leaving vectors out changes no bit.
+template <int V, typename Combine>
+THINFER_INLINE f32x16 four(const f32x16* v, f32x16 neutral, Combine combine) {
+  const f32x16 low = combine(v[0], V > 1 ? v[1 % V] : neutral);
+  const f32x16 high = combine(V > 2 ? v[2 % V] : neutral, V > 3 ? v[3 % V] : neutral);
+  return combine(low, high);
 }
 
 THINFER_INLINE void scale_row(float* row, float factor, ptrdiff_t width) {
@@ -115,29 +123,30 @@ THINFER_INLINE void scale_row(float* row, float factor, ptrdiff_t width) {
   for (ptrdiff_t i = 0; i < width; i += 16) store(row + i, mul(load(row + i), f));
 }
 
-// Scores of one query over one block become probabilities relative to its running maximum.
+// Scores of one query over the first V vectors of a block become probabilities relative to its running maximum.
+template <int V>
 static void soften(Work& w, int query, Range range) {
   float* s = w.scores + query * kBlock;
-  f32x16 v[4];
-  for (int i = 0; i < 4; ++i) v[i] = load(s + 16 * i);
-  if (range.begin > 0 || range.end < kBlock) {
+  f32x16 v[V];
+  for (int i = 0; i < V; ++i) v[i] = load(s + 16 * i);
+  if (range.begin > 0 || range.end < 16 * V) {
     const f32x16 hidden = set1(-__builtin_inff());
     const f32x16 begin = set1(static_cast<float>(range.begin));
     const f32x16 end = set1(static_cast<float>(range.end));
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < V; ++i) {
       const f32x16 at = add(iota(), set1(static_cast<float>(16 * i)));
       v[i] = select(less(at, begin), hidden, select(less(at, end), v[i], hidden));
     }
   }
-  const float top = reduce_max(max(max(v[0], v[1]), max(v[2], v[3])));
+  const float top = reduce_max(four<V>(v, set1(-__builtin_inff()), [](f32x16 a, f32x16 b) { return max(a, b); }));
   const float before = w.segment.maximum[query];
   const float now = top > before ? top : before;
   const f32x16 shift = set1(now);
-  for (int i = 0; i < 4; ++i) {
-    v[i] = exp(sub(v[i], shift));
+  for (int i = 0; i < V; ++i) {
+    v[i] = exp_of_negative(sub(v[i], shift));
     store(s + 16 * i, v[i]);
   }
-  const float sum = reduce_add(add(add(v[0], v[1]), add(v[2], v[3])));
+  const float sum = reduce_add(four<V>(v, zero(), [](f32x16 a, f32x16 b) { return add(a, b); }));
   if (now == before) {  // a factor of exactly 1
     w.segment.sum[query] += sum;
     return;
@@ -146,6 +155,25 @@ static void soften(Work& w, int query, Range range) {
   w.segment.sum[query] = __builtin_fmaf(w.segment.sum[query], factor, sum);
   w.segment.maximum[query] = now;
   scale_row(w.segment.output + query * w.width, factor, w.width);
+}
+
+static void soften_rows(Work& w, int begin, int end, int block, int vectors) {
+  for (int query = begin; query < end; ++query) {
+    const Range range = visible(w.job, query / w.job.group, block);
+    switch (vectors) {
+      case 1:
+        soften<1>(w, query, range);
+        break;
+      case 2:
+        soften<2>(w, query, range);
+        break;
+      case 3:
+        soften<3>(w, query, range);
+        break;
+      default:
+        soften<4>(w, query, range);
+    }
+  }
 }
 
 // Adds probabilities times values for the queries [query, query + rows) of one tile.
@@ -188,9 +216,11 @@ static void weigh(Work& w, int query, int rows, int block, const Value* values) 
   }
 }
 
-// Keys or values of a block as the products read them: with several tiles halves are widened once for all.
-static const float* widen(const Work& w, const uint16_t* from, ptrdiff_t count) {
-  for (ptrdiff_t i = 0; i < count; i += 16) store(w.plane + i, load_f16(from + i));
+// Rows of halves as float32 in the job's plane: with several tiles they are widened once for all.
+static const float* widen(const Work& w, const uint16_t* from, int rows, ptrdiff_t stride, int vectors) {
+  for (int row = 0; row < rows; ++row) {
+    for (int c = 0; c < vectors; ++c) store(w.plane + row * stride + 16 * c, load_f16(from + row * stride + 16 * c));
+  }
   return w.plane;
 }
 
@@ -232,17 +262,17 @@ static void attend_block(Work& w, int block) {
   const bool several = end - begin > kTile;
   if constexpr (sizeof(Element) == 2) {
     if (several) {
-      score_tiles(w, begin, end, vectors, widen(w, keys, static_cast<ptrdiff_t>(job.head_dim) * kBlock));
+      score_tiles(w, begin, end, vectors, widen(w, keys, job.head_dim, kBlock, vectors));
     } else {
       score_tiles(w, begin, end, vectors, keys);
     }
   } else {
     score_tiles(w, begin, end, vectors, keys);
   }
-  for (int query = begin; query < end; ++query) soften(w, query, visible(job, query / job.group, block));
+  soften_rows(w, begin, end, block, vectors);
   if constexpr (sizeof(Element) == 2) {
     if (several) {
-      weigh_tiles(w, begin, end, block, widen(w, values, seen * w.width));
+      weigh_tiles(w, begin, end, block, widen(w, values, seen, w.width, static_cast<int>(w.width / 16)));
       return;
     }
   }

@@ -3,24 +3,39 @@
 
 namespace thinfer::THINFER_ISA {
 
-// e^x within 2 units in the last place. Below -86.9 the result is 0 rather than a subnormal, which would be slow;
-// above 88.72 it is infinity; NaN stays NaN.
-THINFER_INLINE f32x16 exp(f32x16 x) {
-  const f32x16 lowest = set1(-86.9f);
-  const f32x16 highest = set1(88.72283f);
-  // max and min return their second operand for NaN, so a NaN travels on.
-  const f32x16 clamped = min(highest, max(lowest, x));
+// The polynomial of e^x: x = n ln 2 + r with integer n; e^x = 2^n times the result.
+THINFER_INLINE f32x16 exp_parts(f32x16 x, f32x16* n) {
   const f32x16 magic = set1(12582912.0f);  // 1.5 * 2^23: adding it rounds to the nearest integer
-  const f32x16 n = sub(fma(clamped, set1(1.44269504088896341f), magic), magic);
-  f32x16 r = fnma(n, set1(0.693359375f), clamped);
-  r = fnma(n, set1(-2.12194440e-4f), r);
+  *n = sub(fma(x, set1(1.44269504088896341f), magic), magic);
+  f32x16 r = fnma(*n, set1(0.693359375f), x);
+  r = fnma(*n, set1(-2.12194440e-4f), r);
   f32x16 p = set1(1.9875691500e-4f);
   p = fma(p, r, set1(1.3981999507e-3f));
   p = fma(p, r, set1(8.3334519073e-3f));
   p = fma(p, r, set1(4.1665795894e-2f));
   p = fma(p, r, set1(1.6666665459e-1f));
   p = fma(p, r, set1(5.0000001201e-1f));
-  p = add(fma(p, mul(r, r), r), set1(1.0f));
+  return add(fma(p, mul(r, r), r), set1(1.0f));
+}
+
+// Below this e^x counts as 0 rather than as a subnormal, which would be slow.
+static constexpr float kExpLowest = -86.9f;
+
+// e^x for x <= 0 or NaN: the bits of exp(), sooner.
+THINFER_INLINE f32x16 exp_of_negative(f32x16 x) {
+  const f32x16 lowest = set1(kExpLowest);
+  f32x16 n;
+  // max returns its second operand for NaN, so a NaN travels on.
+  const f32x16 p = exp_parts(max(lowest, x), &n);
+  return select(less(x, lowest), zero(), scale_by_power(p, n));
+}
+
+// e^x within 2 units in the last place; infinity above 88.72; NaN stays NaN.
+THINFER_INLINE f32x16 exp(f32x16 x) {
+  const f32x16 lowest = set1(kExpLowest);
+  const f32x16 highest = set1(88.72283f);
+  f32x16 n;
+  const f32x16 p = exp_parts(min(highest, max(lowest, x)), &n);
   // n reaches 128 and scale_by_power takes 127 at most, hence the doubling first.
   f32x16 y = scale_by_power(add(p, p), sub(n, set1(1.0f)));
   y = select(less(x, lowest), zero(), y);
