@@ -122,7 +122,10 @@ def calibrate(
         selector = run.selector(chosen.rates)
         tell("counting the bytes of decode steps")
         dense_use = measure_decode(llm.engine, windows.held_out[0], None)
-        sparse_use = measure_decode(llm.engine, windows.held_out[0], selector)
+        llm.engine.close()
+        # Only an engine made with the thresholds packs its weights for skipping, so only there bytes are saved.
+        with Engine(llm.engine.model, llm.options, selector=selector) as sparse:
+            sparse_use = measure_decode(sparse, windows.held_out[0], selector)
         engine = asdict(llm.options)
         del engine["sparsity"]
         report = {

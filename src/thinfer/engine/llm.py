@@ -48,12 +48,16 @@ class LLM:
         """
         self.options = EngineOptions.from_keywords(options)
         self._checkpoint = open_checkpoint(model)
-        loaded = load_model(self._checkpoint)
-        found = find_selector(self._checkpoint, self.options.sparsity)
-        self.tokenizer = Tokenizer.from_checkpoint(self._checkpoint)
-        self._chat_template = chat_template
-        self.default_params = sampling_defaults(self._checkpoint.generation_config)
-        self.engine = Engine(loaded, self.options, selector=found.selector, notes=found.notes)
+        try:
+            loaded = load_model(self._checkpoint)
+            found = find_selector(self._checkpoint, self.options.sparsity)
+            self.tokenizer = Tokenizer.from_checkpoint(self._checkpoint)
+            self._chat_template = chat_template
+            self.default_params = sampling_defaults(self._checkpoint.generation_config)
+            self.engine = Engine(loaded, self.options, selector=found.selector, notes=found.notes)
+        except BaseException:
+            self._checkpoint.close()
+            raise
 
     @property
     def config(self) -> ModelConfig:

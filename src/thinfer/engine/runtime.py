@@ -115,7 +115,7 @@ class Engine:
         Args:
             model: the loaded model.
             options: how to run it.
-            selector: thresholds for sparse rows; None runs dense.
+            selector: thresholds for sparse rows, for which the weights are packed; None runs dense.
             graph: the model's graph with other executors or splits; None: the model's own.
             notes: lines about what the caller chose or ignored, repeated by `describe`.
         """
@@ -127,16 +127,20 @@ class Engine:
         layout = KvLayout(num_blocks=-(-kv_tokens // BLOCK_SIZE), type=self.options.kv_type)
         self.pool = KvPool(layout)
         self.graph = graph or model.graph
-        self.executor, chosen = build_executor(model, self.graph, layout, self.options)
+        self.executor, chosen = build_executor(model, self.graph, layout, self.options, selector)
         self._notes = [*notes, *chosen]
         self._logit_rows = self.options.logit_rows(model.config)
         self._rows = 0
-        self._selector: ThresholdSelector | None = None
-        self.selector = selector
+        self._closed = False
+        self._selector = selector
 
     @property
     def selector(self) -> ThresholdSelector | None:
-        """The thresholds that act on sparse rows; assign None to run dense."""
+        """The thresholds that act on sparse rows; assign None to run dense.
+
+        Assigning never repacks: thresholds that the engine was not made with drop the same channels, but may read
+        their weights all the same.
+        """
         return self._selector
 
     @selector.setter
@@ -240,8 +244,10 @@ class Engine:
         return [*lines, *self._notes, *self.executor.describe()]
 
     def close(self) -> None:
-        """Release the executor's memory and threads."""
-        self.executor.close()
+        """Release the executor's memory and threads; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self.executor.close()
 
     def __enter__(self) -> "Engine":
         return self
