@@ -1,6 +1,5 @@
 """The facts that ``thinfer info`` shows: this machine, and a model as it would run here."""
 
-import os
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +13,14 @@ import numpy as np
 import thinfer
 from thinfer import kernels
 from thinfer.bench.machine import commit, cpu
+from thinfer.engine.cores import usable_cores
 
 _READ_BYTES = 1 << 28
 
 
 def machine_facts(threads: int | None) -> dict[str, Any]:
     """Version, processor, instruction sets (best first one that is used), threads, and measured read bandwidth."""
-    count = threads or len(os.sched_getaffinity(0))
+    count = threads or usable_cores()
     native = find_spec("thinfer._core") is not None
     core = import_module("thinfer._core") if native else None
     return {

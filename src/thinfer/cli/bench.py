@@ -4,12 +4,13 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from enum import StrEnum
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 
 from thinfer.cli import options as opt
-from thinfer.errors import UsageError
+from thinfer.errors import UnsupportedError, UsageError
 
 app = typer.Typer(rich_markup_mode=None, help="Measure speed.")
 
@@ -129,6 +130,8 @@ def kernels(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and rounds.")] = False,
 ) -> None:
     """Time the packed layouts at real shapes: codecs, densities, rows of a batch, threads."""
+    if find_spec("thinfer._core") is None:
+        raise UnsupportedError("the native part is not built: run `make setup`")
     from thinfer.bench import kernels as bench_kernels
     from thinfer.bench import report
 
