@@ -142,3 +142,7 @@ def test_md_is_a_table_of_equal_columns(rows):
     assert len({line.count("|") for line in lines}) == 1
     assert "512.00 ± 0.00" in lines[2]
     assert "2.00x" in lines[2]
+
+
+def test_a_bar_in_a_cell_does_not_end_it():
+    assert report.table(["a"], [["gate|up"]]).splitlines()[2] == r"| gate\|up |"

@@ -69,6 +69,7 @@ def as_plain_md(rows: Sequence[Row]) -> str:
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """A Markdown table; the first ``left`` columns are flush left, the others flush right."""
+    head, body = ([_escape(cell) for cell in head], [[_escape(cell) for cell in line] for line in body])
     widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
     sides: list[Callable[[str, int], str]] = [str.ljust if i < left else str.rjust for i in range(len(head))]
 
@@ -79,6 +80,11 @@ def table(head: Sequence[str], body: Sequence[Sequence[str]], *, left: int = 1) 
 
     rule = ["-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
     return "\n".join([join(head), join(rule), *map(join, body)])
+
+
+def _escape(cell: str) -> str:
+    """A bar would end the cell."""
+    return cell.replace("|", "\\|")
 
 
 def short_name(model: str) -> str:
