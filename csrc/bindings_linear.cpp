@@ -48,7 +48,7 @@ StoredRows check_part(const Part& part, int inputs) {
 }
 
 std::shared_ptr<PackedMatrix> pack(const std::vector<Part>& parts, int inputs, const std::optional<std::string>& codec, const std::string& layout, int chunk,
-                                   int segments, ThreadPool& pool) {
+                                   int segments, ThreadPool& pool, std::shared_ptr<Arena> arena) {
   if (layout != "rows" && layout != "columns") throw std::invalid_argument("layout is 'rows' or 'columns', not '" + layout + "'");
   if (inputs < 1 || inputs > (1 << 24)) throw std::invalid_argument("inputs must be between 1 and 2^24");
   std::vector<StoredRows> rows;
@@ -56,7 +56,8 @@ std::shared_ptr<PackedMatrix> pack(const std::vector<Part>& parts, int inputs, c
   if (rows.empty()) throw std::invalid_argument("a packed matrix needs a part");
   const Codec target = codec ? parse_codec(*codec) : codec_of(rows.front().type);
   const nb::gil_scoped_release release;
-  return std::make_shared<PackedMatrix>(rows, inputs, target, layout == "rows" ? Layout::rows : Layout::columns, chunk, segments, pool);
+  return std::make_shared<PackedMatrix>(rows, inputs, target, layout == "rows" ? Layout::rows : Layout::columns, chunk, segments, pool,
+                                        std::move(arena));
 }
 
 // Decodes rows from the caller's memory, which it keeps alive.
@@ -109,15 +110,17 @@ void set_threshold(CheckedProgram& self, int op, float threshold, const std::opt
 }  // namespace
 
 void bind_linear(nb::module_& module, nb::class_<CheckedProgram>& program) {
+  nb::class_<Arena>(module, "Arena", "Memory on huge pages that packed matrices share; freed with the last of them.").def(nb::init<>());
   nb::class_<PackedMatrix, RowSource>(module, "PackedMatrix", "Weights packed for the kernels; also a source of rows.")
       .def_static("pack", &pack, nb::arg("parts"), nb::arg("inputs"), nb::arg("codec"), nb::arg("layout"), nb::arg("chunk"), nb::arg("segments"),
-                  nb::arg("pool"),
+                  nb::arg("pool"), nb::arg("arena"),
                   "Packs stored tensors, stacked along the outputs. parts: (raw uint8 [rows, row_bytes], type, row order int32 or None); codec: None "
                   "keeps the type's, 'i8_d', 'u4_dm' or 'f16' re-quantise float types. Raises ValueError.")
       .def_prop_ro("codec", [](const PackedMatrix& m) { return codec_name(m.matrix().codec); }, "In-memory codec.")
       .def_prop_ro("layout", [](const PackedMatrix& m) { return m.matrix().layout == Layout::rows ? "rows" : "columns"; }, "'rows' or 'columns'.")
       .def_prop_ro("chunk", [](const PackedMatrix& m) { return m.matrix().chunk; }, "Outputs per channel slice (columns).")
       .def_prop_ro("segments", [](const PackedMatrix& m) { return m.matrix().segments; }, "Partial sums over the input.")
+      .def("copy", [](const PackedMatrix& m) { return m.copy(); }, "The same weights at other addresses.")
       .def_prop_ro("nbytes", &PackedMatrix::bytes, "Bytes of packed weights.");
   nb::class_<SharedRows, RowSource>(module, "StoredRows", "Rows decoded from a stored tensor on each read; nothing is copied.")
       .def(nb::init<Part, int>(), nb::arg("part"), nb::arg("inputs"));

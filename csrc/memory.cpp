@@ -51,4 +51,16 @@ Pages& Pages::operator=(Pages&& other) noexcept {
   return *this;
 }
 
+uint8_t* Arena::take(size_t bytes) {
+  constexpr size_t kSlab = 32u << 20;
+  const size_t rounded = (bytes + 63) & ~size_t{63};
+  if (slabs_.empty() || slabs_.back().size() - used_ < rounded) {
+    slabs_.emplace_back(rounded > kSlab ? rounded : kSlab);
+    used_ = 0;
+  }
+  uint8_t* piece = slabs_.back().data() + used_;
+  used_ += rounded;
+  return piece;
+}
+
 }  // namespace thinfer

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace thinfer {
 
@@ -26,6 +27,20 @@ class Pages {
   size_t size_ = 0;
   void* mapping_ = nullptr;
   size_t mapped_ = 0;
+};
+
+// Hands out pieces of large Pages, so that many small matrices share 2 MiB pages. Nothing is given back before the end.
+class Arena {
+ public:
+  Arena() = default;
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+  // `bytes` of zeroed memory on a cache line. Throws std::bad_alloc. One thread at a time.
+  uint8_t* take(size_t bytes);
+
+ private:
+  std::vector<Pages> slabs_;
+  size_t used_ = 0;  // of the last slab
 };
 
 }  // namespace thinfer

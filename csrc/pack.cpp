@@ -206,7 +206,8 @@ int round_up(int value, int multiple) { return (value + multiple - 1) / multiple
 }  // namespace
 
 PackedMatrix::PackedMatrix(const std::vector<StoredRows>& parts, int inputs, Codec codec, Layout layout, int chunk,
-                           int segments, ThreadPool& pool) {
+                           int segments, ThreadPool& pool, std::shared_ptr<Arena> arena)
+    : arena_(std::move(arena)) {
   int outputs = 0;
   for (const StoredRows& part : parts) {
     outputs += part.rows;
@@ -230,22 +231,36 @@ PackedMatrix::PackedMatrix(const std::vector<StoredRows>& parts, int inputs, Cod
   for (int c = 0; columns && c < matrix_.chunks(); ++c) {
     bytes_ += matrix_.chunk_bytes(matrix_.chunk_width(c));
   }
-  constexpr size_t kPrefetchSlack = 8192;  // kernels prefetch past the end
-  pages_ = Pages(bytes_ + kPrefetchSlack);
-  matrix_.data = pages_.data();
+  uint8_t* data = allocate();
   const Rows rows(parts);
   const int items = columns ? matrix_.padded_outputs / kOutBlock : matrix_.tiles();
   parallel_for(pool, items, 1, [&](int begin, int end, int) {
     for (int item = begin; item < end; ++item) {
       if (is_float(codec)) {
-        pack_float_block(matrix_, rows, item, pages_.data());
+        pack_float_block(matrix_, rows, item, data);
       } else if (columns) {
-        pack_columns_block(matrix_, rows, item, pages_.data());
+        pack_columns_block(matrix_, rows, item, data);
       } else {
-        pack_rows_tile(matrix_, rows, item, pages_.data() + (matrix_.tile_data(item) - matrix_.data));
+        pack_rows_tile(matrix_, rows, item, data + (matrix_.tile_data(item) - matrix_.data));
       }
     }
   });
+}
+
+PackedMatrix::PackedMatrix(const Matrix& matrix, size_t bytes, std::shared_ptr<Arena> arena)
+    : matrix_(matrix), bytes_(bytes), arena_(std::move(arena)) {}
+
+uint8_t* PackedMatrix::allocate() {
+  constexpr size_t kPrefetchSlack = 8192;  // kernels prefetch past the end
+  uint8_t* data = arena_->take(bytes_ + kPrefetchSlack);
+  matrix_.data = data;
+  return data;
+}
+
+std::shared_ptr<PackedMatrix> PackedMatrix::copy() const {
+  std::shared_ptr<PackedMatrix> other(new PackedMatrix(matrix_, bytes_, arena_));
+  std::memcpy(other->allocate(), matrix_.data, bytes_);
+  return other;
 }
 
 void StoredRowSource::row(int index, float* out) const {

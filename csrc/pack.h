@@ -29,7 +29,10 @@ class PackedMatrix : public RowSource {
   // chunk: outputs per contiguous channel slice in the columns layout (a multiple of 64). Float codecs must use
   // columns. Throws std::invalid_argument when the parts do not fit together or the input size does not fit the codec.
   PackedMatrix(const std::vector<StoredRows>& parts, int inputs, Codec codec, Layout layout, int chunk, int segments,
-               ThreadPool& pool);
+               ThreadPool& pool, std::shared_ptr<Arena> arena);
+
+  // The same weights at other addresses: for benchmarks that must not find them in a cache.
+  std::shared_ptr<PackedMatrix> copy() const;
 
   const Matrix& matrix() const { return matrix_; }
   size_t bytes() const { return bytes_; }
@@ -38,9 +41,12 @@ class PackedMatrix : public RowSource {
   void row(int index, float* out) const override;
 
  private:
+  PackedMatrix(const Matrix& matrix, size_t bytes, std::shared_ptr<Arena> arena);
+  uint8_t* allocate();
+
   Matrix matrix_;
   size_t bytes_ = 0;
-  Pages pages_;
+  std::shared_ptr<Arena> arena_;
 };
 
 // Rows decoded straight from the stored tensor, for an embedding that nothing else reads: no packed copy.

@@ -5,27 +5,147 @@
 namespace thinfer::THINFER_ISA {
 namespace {
 
-// Sums of 64 outputs over `quads` quads of channels.
-template <int bits>
-struct ColumnDots {
-  Dot8<bits> dot[8];
-  template <Codec codec>
-  THINFER_INLINE_MEMBER void add(const uint8_t* channels, size_t size, const uint8_t* list, const int8_t* q, int quads,
-                                 size_t nibbles, size_t high) {
-    for (int i = 0; i < quads; ++i) {
-      const uint8_t* c = list + 4 * i;
-      each_column_vector<bits>(channels + size * c[0], channels + size * c[1], channels + size * c[2],
-                               channels + size * c[3], nibbles, high,
-                               [&](int k, u8x32 w) __attribute__((always_inline)) { dot[k].add(w, q + 4 * i, i); });
+// The quads of one group that are multiplied.
+struct Quads {
+  const uint8_t* channels;  // of the group
+  size_t size;              // bytes of a channel
+  const uint8_t* list;
+  const int8_t* q;
+  int count;
+
+  THINFER_INLINE_MEMBER const uint8_t* channel(int i) const { return channels + size * list[i]; }
+  THINFER_INLINE_MEMBER Quads from(int first) const { return {channels, size, list + 4 * first, q + 4 * first, count - first}; }
+  THINFER_INLINE_MEMBER Quads until(int last) const { return {channels, size, list, q, last}; }
+};
+
+// Sums of one block of 64 outputs.
+template <Codec codec>
+struct BlockDots {
+  static constexpr int kBlocks = 1;
+  Dot8<kBits<codec>> dot[8];
+  THINFER_INLINE_MEMBER void add(const Quads& quads, const ColumnsRecord<codec>& record, int block64) {
+    const size_t nibbles = record.nibbles(block64), high = record.high(block64);
+    for (int i = 0; i < quads.count; ++i) {
+      each_column_vector<kBits<codec>>(
+          quads.channel(4 * i), quads.channel(4 * i + 1), quads.channel(4 * i + 2), quads.channel(4 * i + 3), nibbles, high,
+          [&](int k, u8x32 w) __attribute__((always_inline)) { dot[k].add(w, quads.q + 4 * i, i); });
     }
   }
-  THINFER_INLINE_MEMBER i32x16 total(int tile) { return join(dot[2 * tile].total(), dot[2 * tile + 1].total()); }
+  template <int block>
+  THINFER_INLINE_MEMBER i32x16 total(int tile) {
+    return join(dot[2 * tile].total(), dot[2 * tile + 1].total());
+  }
 };
+
+#if defined(THINFER_ISA_AVX512)
+// Sums of two blocks side by side.
+template <Codec codec>
+struct PairDots {
+  static constexpr int kBlocks = 2;
+  DotPair dot[8];
+  THINFER_INLINE_MEMBER void add(const Quads& quads, const ColumnsRecord<codec>& record, int block64) {
+    constexpr int bits = kBits<codec>;
+    const size_t nibbles = record.nibbles(block64), high = record.high(block64);
+    constexpr size_t kHigh = bits == 6 ? 16 : 8;
+    for (int i = 0; i < quads.count; ++i) {
+      const uint8_t *a = quads.channel(4 * i), *b = quads.channel(4 * i + 1), *c = quads.channel(4 * i + 2),
+                    *d = quads.channel(4 * i + 3);
+      u8x64 w[4], h0 = {}, h1 = {};
+      interleave4(a + nibbles, b + nibbles, c + nibbles, d + nibbles, w);
+      if constexpr (bits == 4) {
+        // Whole bytes and bytes without their low half: separated at the end, exactly, as VNNI sums in int32.
+#pragma GCC unroll 4
+        for (int k = 0; k < 4; ++k) {
+          dot[k].add(w[k], quads.q + 4 * i);
+          dot[k + 4].add(without_low_nibbles(w[k]), quads.q + 4 * i);
+        }
+        continue;
+      }
+      const auto above = [&](size_t at) __attribute__((always_inline)) {
+        return join_u8(interleave4_short(a + at, b + at, c + at, d + at),
+                       interleave4_short(a + at + kHigh, b + at + kHigh, c + at + kHigh, d + at + kHigh));
+      };
+      if constexpr (bits > 4) h0 = above(high);
+      if constexpr (bits > 5) h1 = above(high + 8);
+      each_nibble_vector<bits>(w, h0, h1, [&](int k, u8x64 v) __attribute__((always_inline)) { dot[k].add(v, quads.q + 4 * i); });
+    }
+    if constexpr (bits == 4) {
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) separate_nibbles(dot[k], dot[k + 4]);
+    }
+  }
+  template <int block>
+  THINFER_INLINE_MEMBER i32x16 total(int tile) const {
+    return join_pairs<block>(dot[2 * tile], dot[2 * tile + 1]);
+  }
+};
+#endif
+
+// What a group's float step needs.
+struct GroupInput {
+  float scale, bias;
+  const int32_t* sums;
+};
+
+// y of block + `index` of the sums += the group's part.
+template <Codec codec, int index, class Dots>
+THINFER_INLINE void end_block(Dots& first, Dots& second, const ColumnsRecord<codec>& record, int g, int block64,
+                              const GroupInput& in, float* y) {
+#pragma GCC unroll 4
+  for (int t = 0; t < 4; ++t) {
+    const int out = kOutBlock * (block64 + index) + kTile * t;
+    const GroupScales s = record.scales(g, static_cast<size_t>(out));
+    f32x16 acc = load(y + out);
+    if constexpr (kHalves<codec>) {
+      acc = end_half<codec>(acc, first.template total<index>(t), s.d, in.scale, in.sums[0]);
+      acc = end_half<codec>(acc, second.template total<index>(t), s.d2, in.scale, in.sums[1]);
+    } else {
+      acc = end_group<codec>(acc, first.template total<index>(t), s, in.scale, in.bias, in.sums);
+    }
+    store(y + out, acc);
+  }
+}
+
+template <Codec codec, class Dots>
+THINFER_INLINE void add_blocks(const Quads& quads, int first_quads, const ColumnsRecord<codec>& record, int g, int block64,
+                               const GroupInput& in, float* y) {
+  Dots first, second;
+  if constexpr (kHalves<codec>) {
+    first.add(quads.until(first_quads), record, block64);
+    second.add(quads.from(first_quads), record, block64);
+  } else {
+    first.add(quads, record, block64);
+  }
+  end_block<codec, 0>(first, second, record, g, block64, in, y);
+  if constexpr (Dots::kBlocks == 2) end_block<codec, 1>(first, second, record, g, block64, in, y);
+}
+
+// Fetches the cache lines that the next group will read at a block of outputs; without it a core waits for memory, as
+// the channels that are read follow no pattern. (Fetching whole channels one after another measured no better.)
+template <Codec codec>
+THINFER_INLINE void prefetch_block(const Quads& next, const ColumnsRecord<codec>& record, int block64) {
+  constexpr int bits = kBits<codec>;
+  constexpr size_t kPlane = traits(codec).block == 32 ? 2 : 1;
+  constexpr size_t kPlanes = static_cast<size_t>(group_scale_bytes(codec)) / kPlane;
+  if (next.count == 0) return;
+  const uint8_t* scales = next.channels - record.width * kPlane * kPlanes + kPlane * kOutBlock * static_cast<size_t>(block64);
+  for (size_t plane = 0; plane < kPlanes; ++plane) {
+    for (size_t line = 0; line < kPlane; ++line) __builtin_prefetch(scales + plane * kPlane * record.width + 64 * line, 0, 3);
+  }
+  const size_t nibbles = record.nibbles(block64);
+  if (bits == 8 || (block64 & 1) == 0) {
+    for (int i = 0; i < next.count; ++i) __builtin_prefetch(next.channel(i) + nibbles, 0, 3);
+  }
+  if constexpr (bits == 5 || bits == 6) {
+    if (block64 % (bits == 6 ? 4 : 8) == 0) {
+      for (int i = 0; i < next.count; ++i) __builtin_prefetch(next.channel(i) + record.high(block64), 0, 3);
+    }
+  }
+}
 
 template <Codec codec>
 size_t gemv(const Matrix& w, const QuantizedRows& x, const ActiveChannels& active, float* y, int segment, int chunk) {
   constexpr int kGroups = groups_per_block(codec);
-  constexpr int bits = kBits<codec>;
   const int width = w.chunk_width(chunk);
   const int blocks64 = width / kOutBlock;
   ColumnsRecord<codec> record{w.chunk_data(chunk), static_cast<size_t>(width)};
@@ -39,65 +159,36 @@ size_t gemv(const Matrix& w, const QuantizedRows& x, const ActiveChannels& activ
     for (int g = 0; g < kGroups; ++g) {
       const int group = block * kGroups + g;
       const int first_quads = active.quads[2 * group];
-      const int quads = first_quads + active.quads[2 * group + 1];
-      if (quads == 0) continue;
+      const int quad_count = first_quads + active.quads[2 * group + 1];
+      if (quad_count == 0) continue;
       block_read = true;
       const size_t at = static_cast<size_t>(group) * static_cast<size_t>(x.stride);
-      const uint8_t* channels = record.channels(g);
-      const uint8_t* list = active.channel + kGroup * group;
-      const int8_t* q = active.q + kGroup * group;
-      // The next group's active channels, a cache line at a time, while this one is computed.
-      const uint8_t* next = nullptr;
-      const uint8_t* next_list = list + kGroup;
-      int next_count = 0;
+      const Quads quads{record.channels(g), size, active.channel + kGroup * group, active.q + kGroup * group, quad_count};
+      Quads next{nullptr, size, quads.list + kGroup, nullptr, 0};  // channels, not quads
       if (group + 1 < last) {
-        next_count = 4 * (active.quads[2 * group + 2] + active.quads[2 * group + 3]);
-        next = g + 1 < kGroups ? record.channels(g + 1)
-                               : ColumnsRecord<codec>{record.p + record.bytes(), record.width}.channels(0);
+        next.count = 4 * (active.quads[2 * group + 2] + active.quads[2 * group + 3]);
+        next.channels = g + 1 < kGroups ? record.channels(g + 1)
+                                        : ColumnsRecord<codec>{record.p + record.bytes(), record.width}.channels(0);
       }
-      for (int b = 0; b < blocks64; ++b) {
-        if ((b & 1) == 0 || bits == 8) {
-          const size_t line = ColumnsRecord<codec>::nibbles(b);
-          for (int i = 0; i < next_count; ++i) __builtin_prefetch(next + size * next_list[i] + line, 0, 3);
+      const GroupInput in{x.scale[at], x.bias[at], x.sums + 2 * at};
+      int b = 0;
+#if defined(THINFER_ISA_AVX512)
+      if constexpr (kBits<codec> != 8) {
+        for (; b + 2 <= blocks64; b += 2) {
+          prefetch_block<codec>(next, record, b);
+          add_blocks<codec, PairDots<codec>>(quads, first_quads, record, g, b, in, y);
         }
-        if (bits == 5 || bits == 6) {
-          const size_t high = record.high(b);
-          if ((high & 63) < static_cast<size_t>(bits == 6 ? 16 : 8)) {
-            for (int i = 0; i < next_count; ++i) __builtin_prefetch(next + size * next_list[i] + high, 0, 3);
-          }
-        }
-        const size_t nibbles = ColumnsRecord<codec>::nibbles(b), high = record.high(b);
-        float* out = y + kOutBlock * b;
-        if constexpr (kHalves<codec>) {
-          ColumnDots<bits> first, second;
-          first.template add<codec>(channels, size, list, q, first_quads, nibbles, high);
-          second.template add<codec>(channels, size, list + 4 * first_quads, q + 4 * first_quads, quads - first_quads,
-                                     nibbles, high);
-#pragma GCC unroll 4
-          for (int t = 0; t < 4; ++t) {
-            const GroupScales s = record.scales(g, static_cast<size_t>(kOutBlock * b + kTile * t));
-            f32x16 acc = load(out + kTile * t);
-            acc = end_half<codec>(acc, first.total(t), s.d, x.scale[at], x.sums[2 * at]);
-            acc = end_half<codec>(acc, second.total(t), s.d2, x.scale[at], x.sums[2 * at + 1]);
-            store(out + kTile * t, acc);
-          }
-        } else {
-          ColumnDots<bits> dots;
-          dots.template add<codec>(channels, size, list, q, quads, nibbles, high);
-#pragma GCC unroll 4
-          for (int t = 0; t < 4; ++t) {
-            const GroupScales s = record.scales(g, static_cast<size_t>(kOutBlock * b + kTile * t));
-            const f32x16 acc = load(out + kTile * t);
-            store(out + kTile * t,
-                  end_group<codec>(acc, dots.total(t), s, x.scale[at], x.bias[at], x.sums + 2 * at));
-          }
-        }
+      }
+#endif
+      for (; b < blocks64; ++b) {
+        prefetch_block<codec>(next, record, b);
+        add_blocks<codec, BlockDots<codec>>(quads, first_quads, record, g, b, in, y);
       }
       int read = 0;  // padding repeats a channel: no bytes
-      for (int i = 0; i < 4 * quads; ++i) read += i == 0 || list[i] != list[i - 1];
-      bytes += size * static_cast<size_t>(read) + record.width * group_scale_bytes(codec);
+      for (int i = 0; i < 4 * quad_count; ++i) read += i == 0 || quads.list[i] != quads.list[i - 1];
+      bytes += size * static_cast<size_t>(read) + record.width * static_cast<size_t>(group_scale_bytes(codec));
     }
-    if (block_read) bytes += record.width * block_scale_bytes(codec);
+    if (block_read) bytes += record.width * static_cast<size_t>(block_scale_bytes(codec));
     record.p += record.bytes();
   }
   return bytes;

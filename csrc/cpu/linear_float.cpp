@@ -84,7 +84,9 @@ THINFER_INLINE void dequantize_tile(const uint8_t* quads, const GroupScales& s, 
     for (int o = 0; o < 16; ++o) {
       const int q = quads[64 * (i / 4) + 4 * o + (i % 4)] - traits(codec).offset;
       const float scaled = static_cast<float>(q) * (kHalves<codec> && i >= 16 ? d2[o] : d[o]);
-      panel[i * outputs + o] = kHasMin<codec> ? scaled + m[o] : scaled;
+      panel[i * outputs + o] = !kHasMin<codec>                         ? scaled
+                               : traits(codec).scale == ScaleKind::k ? scaled - m[o]
+                                                                     : scaled + m[o];
     }
   }
 }

@@ -52,6 +52,40 @@ struct Dot {
   THINFER_INLINE_MEMBER i32x16 total() const { return {_mm512_add_epi32(sum[0], sum[1])}; }
 };
 
+// Two blocks of 64 outputs of the columns layout at once: 512-bit registers, for 256-bit ones would leave a port idle.
+// Low and high halves of every vector belong to the first and the second block.
+THINFER_INLINE void interleave4(const uint8_t* a, const uint8_t* b, const uint8_t* c, const uint8_t* d, u8x64 (&out)[4]) {
+  const __m512i va = load_u8(a).v, vb = load_u8(b).v, vc = load_u8(c).v, vd = load_u8(d).v;
+  const __m512i ab0 = _mm512_unpacklo_epi8(va, vb), ab1 = _mm512_unpackhi_epi8(va, vb);
+  const __m512i cd0 = _mm512_unpacklo_epi8(vc, vd), cd1 = _mm512_unpackhi_epi8(vc, vd);
+  out[0].v = _mm512_unpacklo_epi16(ab0, cd0);
+  out[1].v = _mm512_unpackhi_epi16(ab0, cd0);
+  out[2].v = _mm512_unpacklo_epi16(ab1, cd1);
+  out[3].v = _mm512_unpackhi_epi16(ab1, cd1);
+}
+THINFER_INLINE u8x64 join_u8(u8x32 first, u8x32 second) {
+  return {_mm512_inserti64x4(_mm512_castsi256_si512(first.v), second.v, 1)};
+}
+struct DotPair {
+  __m512i sum = _mm512_setzero_si512();
+  THINFER_INLINE_MEMBER void add(u8x64 q, const int8_t* quad) {
+    int32_t x;
+    __builtin_memcpy(&x, quad, 4);
+    sum = _mm512_dpbusd_epi32(sum, q.v, _mm512_set1_epi32(x));
+  }
+};
+THINFER_INLINE u8x64 without_low_nibbles(u8x64 a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(-16))}; }
+// Sums over whole bytes and over 16 * high nibbles -> sums over low and over high nibbles.
+THINFER_INLINE void separate_nibbles(DotPair& whole, DotPair& high) {
+  whole.sum = _mm512_sub_epi32(whole.sum, high.sum);
+  high.sum = _mm512_srai_epi32(high.sum, 4);
+}
+// 16 outputs of the first (0) or second (1) block from two pairs of 8.
+template <int block>
+THINFER_INLINE i32x16 join_pairs(DotPair lo, DotPair hi) {
+  return {_mm512_shuffle_i64x2(lo.sum, hi.sum, block == 0 ? 0x44 : 0xee)};
+}
+
 #elif defined(THINFER_ISA_AVX2)
 
 struct u8x64 {

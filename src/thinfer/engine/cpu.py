@@ -56,6 +56,7 @@ class CpuExecutor:
         self._options = options
         self._graph = graph or model.graph
         self._pool = _core.ThreadPool(options.thread_count())
+        self._arena = _core.Arena()
         config = model.config
         self._cache = _core.KvCache(
             config.num_hidden_layers, config.num_key_value_heads, config.head_dim, options.kv_type
@@ -155,7 +156,7 @@ class CpuExecutor:
     def close(self) -> None:
         """Drop weights, buffers, keys and values; the memory goes with the last view of a buffer."""
         self._packed.clear()
-        del self._program, self._cache, self._pool
+        del self._program, self._cache, self._pool, self._arena
 
     # ---- running
 
@@ -291,7 +292,7 @@ class CpuExecutor:
             sources = [weights.source(name) for name in plan.weights]
             parts = [_part(source, node.attrs.get("rows"), node.attrs.get("columns")) for source in sources]
             matrix = _core.PackedMatrix.pack(
-                parts, shape.inputs, plan.codec, plan.layout, plan.chunk, plan.segments, self._pool
+                parts, shape.inputs, plan.codec, plan.layout, plan.chunk, plan.segments, self._pool, self._arena
             )
             for source in sources:
                 source.release()
