@@ -12,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "half.h"
+
 namespace thinfer {
 
 enum class Codec : uint8_t { u4_d, u4_dm, u5_d, u5_dm, i8_d, u4_k, u5_k, u6_k, f16, bf16, f32 };
@@ -31,7 +33,7 @@ struct CodecTraits {
   int block;        // inputs per packed record: 32, or 256 with two-level scales
 };
 
-constexpr CodecTraits traits(Codec codec) {
+static constexpr CodecTraits traits(Codec codec) {
   switch (codec) {
     case Codec::u4_d: return {4, 8, ScaleKind::d, 32};
     case Codec::u4_dm: return {4, 0, ScaleKind::dm, 32};
@@ -47,11 +49,11 @@ constexpr CodecTraits traits(Codec codec) {
   }
   return {0, 0, ScaleKind::none, 32};
 }
-constexpr bool is_float(Codec codec) { return traits(codec).scale == ScaleKind::none; }
-constexpr int groups_per_block(Codec codec) { return traits(codec).block / kGroup; }
+static constexpr bool is_float(Codec codec) { return traits(codec).scale == ScaleKind::none; }
+static constexpr int groups_per_block(Codec codec) { return traits(codec).block / kGroup; }
 
 // Bytes of scales per output and group (`group_scales`), and per output and block (`block_scales`).
-constexpr int group_scale_bytes(Codec codec) {
+static constexpr int group_scale_bytes(Codec codec) {
   switch (traits(codec).scale) {
     case ScaleKind::d: return 2;
     case ScaleKind::dm: return 4;
@@ -61,7 +63,7 @@ constexpr int group_scale_bytes(Codec codec) {
   }
   return 0;
 }
-constexpr int block_scale_bytes(Codec codec) {
+static constexpr int block_scale_bytes(Codec codec) {
   switch (traits(codec).scale) {
     case ScaleKind::k: return 4;
     case ScaleKind::k16: return 2;
@@ -73,26 +75,26 @@ constexpr int block_scale_bytes(Codec codec) {
 // Quants of a group are 8 vectors v of 64 bytes, byte 4*r + i = input 4*v + i of row r. Low nibbles of vectors 2c and
 // 2c+1 share 64 bytes (low, high half-byte); then the bits above the nibble: bit v of 64 bytes (5 bits), or bit pairs
 // 2*(v%4) of 64 bytes v/4 (6 bits). 8-bit quants are the 8 vectors as they are.
-constexpr int rows_group_bytes(Codec codec) { return traits(codec).bits * kGroup * kTile / 8; }
-constexpr int rows_record_bytes(Codec codec) {
+static constexpr int rows_group_bytes(Codec codec) { return traits(codec).bits * kGroup * kTile / 8; }
+static constexpr int rows_record_bytes(Codec codec) {
   return groups_per_block(codec) * (rows_group_bytes(codec) + kTile * group_scale_bytes(codec)) +
          kTile * block_scale_bytes(codec);
 }
 
 // ---- columns: record (chunk, block) = [block scales][per group: scales as planes over the chunk's outputs, then 32
 // channels of `chunk` outputs]. A channel is its nibbles, then its bits above, each a run over blocks of 64 outputs.
-constexpr int channel_bytes(Codec codec, int outputs) { return traits(codec).bits * outputs / 8; }
-constexpr size_t columns_group_bytes(Codec codec, int chunk) {
+static constexpr int channel_bytes(Codec codec, int outputs) { return traits(codec).bits * outputs / 8; }
+static constexpr size_t columns_group_bytes(Codec codec, int chunk) {
   return static_cast<size_t>(chunk) * group_scale_bytes(codec) +
          static_cast<size_t>(kGroup) * channel_bytes(codec, chunk);
 }
-constexpr size_t columns_record_bytes(Codec codec, int chunk) {
+static constexpr size_t columns_record_bytes(Codec codec, int chunk) {
   return groups_per_block(codec) * columns_group_bytes(codec, chunk) +
          static_cast<size_t>(chunk) * block_scale_bytes(codec);
 }
 // Where output o (0..63) of a block of 64 stands after interleaving four channels by bytes and then by 16-bit words in
 // 128-bit lanes: vector k = o/8 of 8 outputs; its byte is the same for k and k+4 (low and high half-byte).
-constexpr int columns_byte(int o) {
+static constexpr int columns_byte(int o) {
   const int k = (o / 8) % 4, r = o % 8;
   return r < 4 ? 4 * k + r : 16 + 4 * k + (r - 4);
 }
@@ -107,19 +109,19 @@ struct Matrix {
   int segments = 1;        // partial sums over the input, added in order; the same for every kernel of the matrix
   const uint8_t* data = nullptr;
 
-  int blocks() const { return inputs / traits(codec).block; }
-  int tiles() const { return padded_outputs / kTile; }
-  int chunks() const { return (padded_outputs + chunk - 1) / chunk; }
-  int chunk_width(int c) const { return (c + 1) * chunk <= padded_outputs ? chunk : padded_outputs - c * chunk; }
-  int segment_begin(int s) const { return static_cast<int>(static_cast<int64_t>(blocks()) * s / segments); }
+  THINFER_INLINE_MEMBER int blocks() const { return inputs / traits(codec).block; }
+  THINFER_INLINE_MEMBER int tiles() const { return padded_outputs / kTile; }
+  THINFER_INLINE_MEMBER int chunks() const { return (padded_outputs + chunk - 1) / chunk; }
+  THINFER_INLINE_MEMBER int chunk_width(int c) const { return (c + 1) * chunk <= padded_outputs ? chunk : padded_outputs - c * chunk; }
+  THINFER_INLINE_MEMBER int segment_begin(int s) const { return static_cast<int>(static_cast<int64_t>(blocks()) * s / segments); }
   // Bytes of a columns chunk `width` outputs wide. Float codecs take any number of inputs, the others whole blocks.
-  size_t chunk_bytes(int width) const {
+  THINFER_INLINE_MEMBER size_t chunk_bytes(int width) const {
     return is_float(codec) ? static_cast<size_t>(inputs) * channel_bytes(codec, width)
                            : static_cast<size_t>(blocks()) * columns_record_bytes(codec, width);
   }
   // Start of a chunk: all chunks before it are full.
-  const uint8_t* chunk_data(int c) const { return data + static_cast<size_t>(c) * chunk_bytes(chunk); }
-  const uint8_t* tile_data(int t) const { return data + static_cast<size_t>(t) * blocks() * rows_record_bytes(codec); }
+  THINFER_INLINE_MEMBER const uint8_t* chunk_data(int c) const { return data + static_cast<size_t>(c) * chunk_bytes(chunk); }
+  THINFER_INLINE_MEMBER const uint8_t* tile_data(int t) const { return data + static_cast<size_t>(t) * blocks() * rows_record_bytes(codec); }
 };
 
 }  // namespace thinfer

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #define THINFER_INLINE static inline __attribute__((always_inline))
+#define THINFER_INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace thinfer {
 

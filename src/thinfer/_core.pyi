@@ -246,6 +246,13 @@ class Program:
     def op_select(self, x: int, out: int) -> int:
         """out[i] = x[out_rows[i]]; later ops work on those rows."""
 
+class Arena:
+    """
+    Memory on huge pages that packed matrices share; freed with the last of them.
+    """
+
+    def __init__(self) -> None: ...
+
 class PackedMatrix(RowSource):
     """Weights packed for the kernels; also a source of rows."""
 
@@ -258,6 +265,7 @@ class PackedMatrix(RowSource):
         chunk: int,
         segments: int,
         pool: ThreadPool,
+        arena: Arena,
     ) -> PackedMatrix:
         """
         Packs stored tensors, stacked along the outputs. parts: (raw uint8 [rows, row_bytes], type, row order int32 or None); codec: None keeps the type's, 'i8_d', 'u4_dm' or 'f16' re-quantise float types. Raises ValueError.
@@ -278,6 +286,9 @@ class PackedMatrix(RowSource):
     @property
     def segments(self) -> int:
         """Partial sums over the input."""
+
+    def copy(self) -> PackedMatrix:
+        """The same weights at other addresses."""
 
     @property
     def nbytes(self) -> int:

@@ -8,7 +8,6 @@
 
 #include "cpu/isa/simd.h"
 
-#define THINFER_INLINE_MEMBER inline __attribute__((always_inline))
 
 namespace thinfer::THINFER_ISA {
 

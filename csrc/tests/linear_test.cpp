@@ -1,0 +1,146 @@
+// Linear ops over every stored type, layout and instruction set, on one and several rows, dense and with thresholds.
+#include "linear.h"
+
+#include <cmath>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "batch_check.h"
+#include "check.h"
+
+namespace {
+
+using namespace thinfer;
+
+constexpr int kInputs = 512;
+constexpr int kRows = 3;
+constexpr int kOutputs[] = {66, 17};
+
+struct Type {
+  const char* name;
+  int block_bytes;
+  int f16_fields[2];  // offsets of float16 numbers in a block, -1: none
+};
+constexpr Type kTypes[] = {{"Q8_0", 34, {0, -1}},  {"Q4_0", 18, {0, -1}}, {"Q4_1", 20, {0, 2}},  {"Q5_0", 22, {0, -1}},
+                           {"Q5_1", 24, {0, 2}},   {"Q4_K", 144, {0, 2}}, {"Q5_K", 176, {0, 2}}, {"Q6_K", 210, {208, -1}},
+                           {"F16", 2, {0, -1}},    {"BF16", 2, {0, -1}},  {"F32", 4, {0, 2}}};
+
+struct Random {
+  uint32_t state;
+  uint32_t next() {
+    state = state * 1664525u + 1013904223u;
+    return state >> 8;
+  }
+};
+
+// Stored rows of random quants with small finite scales.
+std::vector<uint8_t> stored(const Type& type, size_t bytes, Random& random) {
+  std::vector<uint8_t> data(bytes);
+  for (uint8_t& byte : data) byte = static_cast<uint8_t>(random.next());
+  for (size_t block = 0; block < bytes; block += static_cast<size_t>(type.block_bytes)) {
+    for (const int field : type.f16_fields) {
+      if (field < 0) continue;
+      // 0x2000 to 0x27ff are small numbers as float16 and as the halves of wider floats.
+      data[block + static_cast<size_t>(field) + 1] = static_cast<uint8_t>(0x20 + random.next() % 8);
+    }
+  }
+  return data;
+}
+
+struct Weights {
+  std::vector<std::vector<uint8_t>> data;
+  std::vector<std::shared_ptr<const PackedMatrix>> parts;
+};
+
+Weights make_weights(const Type& type, Layout layout, ThreadPool& pool) {
+  Random random{7};
+  Weights weights;
+  const StoredType stored_type = parse_stored_type(type.name);
+  const size_t row_bytes = stored_row_bytes(stored_type, kInputs);
+  auto arena = std::make_shared<Arena>();
+  for (const int outputs : kOutputs) {
+    weights.data.push_back(stored(type, row_bytes * static_cast<size_t>(outputs), random));
+    const StoredRows rows{weights.data.back().data(), stored_type, outputs, row_bytes, nullptr};
+    weights.parts.push_back(std::make_shared<PackedMatrix>(std::vector<StoredRows>{rows}, kInputs, codec_of(stored_type),
+                                                           layout, 64, layout == Layout::rows ? 1 : 2, pool, arena));
+  }
+  return weights;
+}
+
+// Outputs [rows, outputs] of `rows` rows from `first`.
+std::vector<float> run(Isa isa, const Weights& weights, Activations activations, float threshold, int first, int rows) {
+  auto pool = std::make_shared<ThreadPool>(2);
+  Program program(isa, pool, rows);
+  const int outputs = kOutputs[0] + kOutputs[1];
+  const int x = program.add_buffer(kInputs);
+  const int y = program.add_buffer(outputs);
+  std::vector<float> bias(static_cast<size_t>(outputs), 0.5f);
+  auto op = std::make_unique<LinearOp>(linear_kernels(isa), x, y, weights.parts, bias, activations,
+                                       std::make_shared<LinearStorage>());
+  op->set_threshold({threshold, {}});
+  program.add(std::move(op), {x}, y);
+  OwnedBatch batch;
+  for (int row = 0; row < rows; ++row) {
+    Random random{static_cast<uint32_t>(first + row + 1)};
+    float* values = program.buffer(x) + row * kInputs;
+    for (int i = 0; i < kInputs; ++i) values[i] = static_cast<float>(random.next() % 2001) * 0.001f - 1.0f;
+    batch.tokens.push_back(0);
+    batch.positions.push_back(row);
+    batch.sequence.push_back(0);
+    batch.sparse.push_back(1);
+  }
+  batch.block_table = {0};
+  batch.sequences = 1;
+  batch.max_blocks = 1;
+  program.run(0, 1, batch.view());
+  std::vector<float> result;
+  for (int row = 0; row < rows; ++row) {
+    const float* from = program.buffer(y) + row * padded(outputs);
+    result.insert(result.end(), from, from + outputs);
+  }
+  return result;
+}
+
+bool close(const std::vector<float>& a, const std::vector<float>& b, float tolerance) {
+  float largest = 0;
+  float difference = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    if (!std::isfinite(a[i]) || !std::isfinite(b[i])) return false;
+    largest = std::fmax(largest, std::fabs(a[i]));
+    difference = std::fmax(difference, std::fabs(a[i] - b[i]));
+  }
+  return difference <= tolerance * largest;
+}
+
+void test_type(const Type& type, Layout layout) {
+  ThreadPool pool(2);
+  const Weights weights = make_weights(type, layout, pool);
+  for (const float threshold : {-1.0f, 0.5f}) {
+    const auto oracle = run(Isa::scalar, weights, Activations::f32, threshold, 0, kRows);
+    for (const Activations activations : {Activations::int8, Activations::f32}) {
+      const auto expected = run(Isa::scalar, weights, activations, threshold, 0, kRows);
+      CHECK(close(oracle, expected, 0.02f));
+      for (const Isa isa : available_isas()) {
+        std::vector<float> single;
+        for (int row = 0; row < kRows; ++row) {
+          const auto one = run(isa, weights, activations, threshold, row, 1);
+          single.insert(single.end(), one.begin(), one.end());
+        }
+        const auto together = run(isa, weights, activations, threshold, 0, kRows);
+        CHECK(std::memcmp(single.data(), together.data(), single.size() * sizeof(float)) == 0);
+        CHECK(close(expected, together, 1e-5f));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void test_linear() {
+  for (const Type& type : kTypes) {
+    test_type(type, Layout::columns);
+    if (!is_float(codec_of(parse_stored_type(type.name)))) test_type(type, Layout::rows);
+  }
+}
