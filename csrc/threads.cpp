@@ -54,8 +54,8 @@ class Spinner {
 }  // namespace
 
 struct ThreadPool::State {
-  // A loop's description. Two take turns: whoever still reads the loop before last fails its compare-and-swap on the
-  // cursor, whose generation has moved on, so a stale description is never acted on.
+  // A loop's description. Two take turns: whoever still reads the loop before last fails its compare-and-swap on any
+  // cursor, for their generations have moved on, so a stale description is never acted on.
   struct alignas(64) Loop {
     std::atomic<int> items{0};
     std::atomic<int> chunk{0};
@@ -63,11 +63,17 @@ struct ThreadPool::State {
     std::atomic<void*> argument{nullptr};
   };
 
-  // Generation of the loop in the upper half, next item in the lower: taking items and checking that they belong to the
-  // loop one has read is one atomic operation.
-  alignas(64) std::atomic<uint64_t> cursor{0};
+  // Each thread's share of a loop: generation of the loop in the upper half, next item in the lower, so that taking items
+  // and checking that they belong to the loop one has read is one atomic operation. A thread takes its own share first,
+  // on a cache line of its own, and then what is left of the others'.
+  struct alignas(64) Cursor {
+    std::atomic<uint64_t> value{0};
+  };
+
+  std::unique_ptr<Cursor[]> cursors;
   alignas(64) std::atomic<int> done{0};
   Loop loops[2];
+  uint32_t generation = 0;  // of the last loop; the caller's
   alignas(64) std::atomic<bool> in_step{false};
   std::atomic<int> sleepers{0};
   std::atomic<bool> stop{false};
@@ -84,6 +90,8 @@ struct ThreadPool::State {
 
   void start() {
     stop.store(false);
+    cursors = std::make_unique<Cursor[]>(static_cast<size_t>(threads));
+    generation = 0;
     for (int thread = 1; thread < threads; ++thread) {
       workers.emplace_back([this, thread] { work(thread); });
     }
@@ -99,38 +107,48 @@ struct ThreadPool::State {
     workers.clear();
   }
 
-  void take_items(uint32_t generation, int thread) {
-    Loop& loop = loops[generation & 1];
+  int share_begin(int items, int share) const { return static_cast<int>(int64_t{items} * share / threads); }
+
+  // Runs what it can get of one share; returns how many items that were.
+  int take_share(const Loop& loop, uint32_t of, int share, int thread) {
+    std::atomic<uint64_t>& cursor = cursors[static_cast<size_t>(share)].value;
+    int taken = 0;
     uint64_t seen = cursor.load(std::memory_order_acquire);
-    for (;;) {
-      if (static_cast<uint32_t>(seen >> 32) != generation) return;
+    while (static_cast<uint32_t>(seen >> 32) == of) {
       const int next = static_cast<int>(static_cast<uint32_t>(seen));
-      const int items = loop.items.load(std::memory_order_relaxed);
-      if (next >= items) return;
+      const int end = share_begin(loop.items.load(std::memory_order_relaxed), share + 1);
+      if (next >= end) break;
       const int fixed = loop.chunk.load(std::memory_order_relaxed);
-      // Large chunks first, then ever smaller ones: few visits to the cursor and an even finish.
-      const int wanted = fixed > 0 ? fixed : std::max(1, (items - next) / (2 * threads));
-      const int count = std::min(wanted, items - next);
+      // Large chunks first, then ever smaller ones: few visits to the cursor and something to take over near the end.
+      const int count = std::min(fixed > 0 ? fixed : std::max(1, (end - next) / 2), end - next);
       const Function function = loop.function.load(std::memory_order_relaxed);
       void* const argument = loop.argument.load(std::memory_order_relaxed);
-      if (!cursor.compare_exchange_weak(seen, seen + static_cast<uint64_t>(count), std::memory_order_acq_rel,
-                                        std::memory_order_acquire)) {
-        continue;
+      if (cursor.compare_exchange_weak(seen, seen + static_cast<uint64_t>(count), std::memory_order_acq_rel,
+                                       std::memory_order_acquire)) {
+        function(argument, next, next + count, thread);
+        taken += count;
+        seen = cursor.load(std::memory_order_acquire);
       }
-      function(argument, next, next + count, thread);
-      done.fetch_add(count, std::memory_order_release);
-      seen = cursor.load(std::memory_order_acquire);
     }
+    return taken;
+  }
+
+  void take_items(uint32_t of, int thread) {
+    const Loop& loop = loops[of & 1];
+    int taken = 0;
+    for (int i = 0; i < threads; ++i) taken += take_share(loop, of, (thread + i) % threads, thread);
+    if (taken > 0) done.fetch_add(taken, std::memory_order_release);
   }
 
   void work(int thread) {
-    uint32_t last = static_cast<uint32_t>(cursor.load(std::memory_order_acquire) >> 32);
+    const std::atomic<uint64_t>& own = cursors[static_cast<size_t>(thread)].value;
+    auto last = static_cast<uint32_t>(own.load(std::memory_order_acquire) >> 32);
     Spinner spinner;
     while (!stop.load(std::memory_order_relaxed)) {
-      const auto generation = static_cast<uint32_t>(cursor.load(std::memory_order_acquire) >> 32);
-      if (generation != last) {
-        take_items(generation, thread);
-        last = generation;
+      const auto now = static_cast<uint32_t>(own.load(std::memory_order_acquire) >> 32);
+      if (now != last) {
+        take_items(now, thread);
+        last = now;
         spinner.reset();
         continue;
       }
@@ -196,14 +214,18 @@ void ThreadPool::run(int items, int chunk, Function function, void* argument) {
     function(argument, 0, items, 0);
     return;
   }
-  const auto generation = static_cast<uint32_t>(state.cursor.load(std::memory_order_relaxed) >> 32) + 1;
+  const uint32_t generation = ++state.generation;
   State::Loop& loop = state.loops[generation & 1];
   loop.items.store(items, std::memory_order_relaxed);
   loop.chunk.store(chunk, std::memory_order_relaxed);
   loop.function.store(function, std::memory_order_relaxed);
   loop.argument.store(argument, std::memory_order_relaxed);
   state.done.store(0, std::memory_order_relaxed);
-  state.cursor.store(static_cast<uint64_t>(generation) << 32, std::memory_order_release);
+  for (int share = state.threads - 1; share >= 0; --share) {
+    const auto begin = static_cast<uint64_t>(state.share_begin(items, share));
+    state.cursors[static_cast<size_t>(share)].value.store(static_cast<uint64_t>(generation) << 32 | begin,
+                                                          std::memory_order_release);
+  }
   state.take_items(generation, 0);
   Spinner spinner;
   while (state.done.load(std::memory_order_acquire) != items) spinner.spin();

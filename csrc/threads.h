@@ -7,8 +7,9 @@
 namespace thinfer {
 
 // One step is begin(), any number of parallel(), end(). Workers spin through a step and fall asleep soon after it, so
-// an idle process burns no CPU. Work is handed out in contiguous chunks of items from an atomic cursor: a thread that
-// lost its CPU delays only the chunk it holds. Bodies must not throw. Calls from several threads take turns.
+// an idle process burns no CPU. Each thread has a share of contiguous items, the same for the same loop, that it takes in
+// chunks; whoever is done takes over what is left elsewhere, so a thread that lost its CPU delays only the chunk it
+// holds. Bodies must not throw. Calls from several threads take turns.
 class ThreadPool {
  public:
   explicit ThreadPool(int threads);
@@ -23,7 +24,7 @@ class ThreadPool {
   void begin();
   void end();
   // Runs body(begin, end, thread) over [0, items) in chunks of `chunk` items and returns when all are done.
-  // chunk 0 picks about four chunks a thread. Only between begin() and end().
+  // chunk 0: half of what is left of the share. Only between begin() and end().
   template <class Body>
   void parallel(int items, int chunk, Body&& body) {
     using Type = std::remove_reference_t<Body>;
