@@ -54,7 +54,7 @@ inline int padded(int width) { return (width + 15) & ~15; }
 
 // One node of the graph. A phase is a loop over items that may run in any order on any thread; each item writes its
 // outputs wholly, in an order of operations that depends on neither the other rows nor the cut into items. Phases run
-// one after another. A phase of one item runs on the calling thread without a barrier.
+// one after another. A phase of one item or one chunk runs on the calling thread without a barrier.
 class Op {
  public:
   virtual ~Op() = default;
@@ -63,7 +63,7 @@ class Op {
   virtual void prepare(const Batch&) {}
   virtual int phases() const { return 1; }
   virtual int items(int phase, const Batch& batch) const = 0;
-  // Items per chunk handed to a thread; 0 leaves it to the pool.
+  // Items per chunk that a thread takes; 0 leaves it to the pool.
   virtual int chunk(int /*phase*/, const Batch& /*batch*/) const { return 0; }
   virtual void run(int phase, int begin, int end, int thread, Context& context) = 0;
   virtual size_t scratch_bytes(int /*max_rows*/) const { return 0; }

@@ -210,7 +210,7 @@ void ThreadPool::end() {
 void ThreadPool::run(int items, int chunk, Function function, void* argument) {
   if (items <= 0) return;
   State& state = *state_;
-  if (state.threads == 1 || items == 1) {
+  if (state.threads == 1 || items == 1 || items <= chunk) {
     function(argument, 0, items, 0);
     return;
   }

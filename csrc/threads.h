@@ -23,8 +23,9 @@ class ThreadPool {
 
   void begin();
   void end();
-  // Runs body(begin, end, thread) over [0, items) in chunks of `chunk` items and returns when all are done.
-  // chunk 0: half of what is left of the share. Only between begin() and end().
+  // Runs body(begin, end, thread) over [0, items) in chunks of `chunk` items (0: half of what is left of a share) and
+  // returns when all are done. What fits one chunk runs on the calling thread, without a barrier. Only between begin()
+  // and end().
   template <class Body>
   void parallel(int items, int chunk, Body&& body) {
     using Type = std::remove_reference_t<Body>;
