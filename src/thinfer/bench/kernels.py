@@ -65,7 +65,7 @@ def packings(shape: Shape, bits: int, threads: int) -> Iterator[Packing]:
     engine = segment_count(shape.inputs, shape.outputs)
     yield Packing("rows", "-", 0, engine)
     per_thread = -(-shape.outputs // threads // 64) * 64
-    yield Packing("columns", "outputs", min(per_thread, chunk_outputs(shape.outputs, bits, 1, threads)), 1)
+    yield Packing("columns", "outputs", per_thread, 1)
     if shape.inputs >= 512:
         yield Packing("columns", "segments", -(-shape.outputs // 64) * 64, max(2, engine))
 
