@@ -47,6 +47,7 @@ def test_the_rate_asked_for_is_the_density_measured(model, tmp_path, method):
     with LLM(tmp_path / "out", executor="reference") as llm:
         assert llm.engine.selector.method == method
         assert len(llm.engine.selector.thresholds) == 8
+        assert llm.engine.selector.rates == dict.fromkeys(llm.engine.selector.thresholds, 0.4)
         assert (len(llm.engine.selector.channel_scale) > 0) == (method == "wina")
         llm.generate("The prince", GREEDY)
         assert llm.engine.usage().density < 0.95

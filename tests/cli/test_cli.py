@@ -160,7 +160,10 @@ def test_engine_options_reach_the_engine(llm):
         "max_model_len": 99,
         "sparsity": True,
         "executor": "auto",
+        "layout": "auto",
     }
+    invoke("run", "m", "x", "--layout", "rows")
+    assert llm.last.keywords["layout"] == "rows"
     invoke("run", "m", "x", "--sparsity", "0")
     assert llm.last.keywords["sparsity"] is False
 

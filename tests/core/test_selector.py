@@ -35,11 +35,26 @@ def test_impossible_thresholds(threshold):
 
 
 def test_section_round_trip():
-    selector = ThresholdSelector("wina", {"s": 0.1}, {"s": np.ones(3, np.float32)}, sink_tokens=2, prefill=True)
+    selector = ThresholdSelector(
+        "wina", {"s": 0.1}, {"s": np.ones(3, np.float32)}, sink_tokens=2, prefill=True, rates={"s": 0.3}
+    )
     section, tensors = selector.to_section()
     back = ThresholdSelector.from_section(section, tensors | {"other": np.zeros(1, np.float32)})
     assert (back.method, back.thresholds, back.sink_tokens, back.prefill) == ("wina", {"s": 0.1}, 2, True)
+    assert back.rates == {"s": 0.3}
     np.testing.assert_array_equal(back.channel_scale["s"], selector.channel_scale["s"])
+
+
+def test_artifacts_without_rates_still_load():
+    section, tensors = ThresholdSelector("teal", {"s": 0.1}).to_section()
+    del section["rates"]
+    assert ThresholdSelector.from_section(section, tensors).rates == {}
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan")])
+def test_impossible_rates(rate):
+    with pytest.raises(ArtifactError, match="rate of s"):
+        ThresholdSelector("teal", {"s": 0.1}, rates={"s": rate})
 
 
 @pytest.mark.parametrize(

@@ -102,4 +102,5 @@ def make_selector(
         {site: scales[site] for site in thresholds if site in scales},
         sink_tokens=sink_tokens,
         prefill=prefill,
+        rates={site: float(rates[site]) for site in thresholds},
     )

@@ -61,6 +61,7 @@ def bench(
     max_model_len: opt.MaxModelLen = None,
     sparsity: opt.Sparsity = None,
     executor: opt.Executor = opt.ExecutorName.auto,
+    layout: opt.LayoutOption = opt.Layout.auto,
     quiet: opt.Quiet = False,
 ) -> None:
     """Time prompts (pp) and decode steps (tg) as llama-bench does, without tokenisation and sampling.
@@ -81,6 +82,7 @@ def bench(
         max_model_len=max_model_len,
         sparsity=sparsity,
         executor=executor,
+        layout=layout,
     )
     from thinfer.bench import report
     from thinfer.bench.peers import open_peers

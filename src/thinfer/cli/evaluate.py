@@ -51,6 +51,7 @@ def perplexity(
     kv_type: opt.KvTypeOption = opt.KvType.f16,
     sparsity: opt.Sparsity = None,
     executor: opt.Executor = opt.ExecutorName.auto,
+    layout: opt.LayoutOption = opt.Layout.auto,
     quiet: opt.Quiet = False,
 ) -> None:
     r"""Perplexity over windows in a row from the start of the text, each in an empty context.
@@ -71,6 +72,7 @@ def perplexity(
         max_model_len=ctx,
         sparsity=sparsity,
         executor=executor,
+        layout=layout,
     )
     from thinfer import LLM
     from thinfer.data import evaluation_text

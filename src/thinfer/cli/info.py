@@ -31,6 +31,7 @@ def info(
     max_model_len: opt.MaxModelLen = None,
     sparsity: opt.Sparsity = None,
     executor: opt.Executor = opt.ExecutorName.auto,
+    layout: opt.LayoutOption = opt.Layout.auto,
 ) -> None:
     """Show the instruction sets, threads and read bandwidth of this machine; with a model also its facts and plan.
 
@@ -50,6 +51,7 @@ def info(
         max_model_len=max_model_len,
         sparsity=sparsity,
         executor=executor,
+        layout=layout,
     )
     from thinfer.bench.facts import machine_facts, model_facts
 

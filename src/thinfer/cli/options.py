@@ -43,6 +43,14 @@ class ExecutorName(StrEnum):
     reference = "reference"
 
 
+class Layout(StrEnum):
+    """How matrices with thresholds lie in memory."""
+
+    auto = "auto"
+    rows = "rows"
+    columns = "columns"
+
+
 MODEL_HELP = "A .gguf file, a Hugging Face folder, a folder written by `thinfer calibrate`, or a hub id."
 
 Model = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
@@ -82,6 +90,14 @@ Executor = Annotated[
     ExecutorName,
     typer.Option("--executor", envvar="THINFER_EXECUTOR", help="reference is NumPy: slow, runs everywhere."),
 ]
+LayoutOption = Annotated[
+    Layout,
+    typer.Option(
+        "--layout",
+        envvar="THINFER_LAYOUT",
+        help="Of matrices with thresholds: columns skips what is dropped, rows reads it all; auto times both.",
+    ),
+]
 ChatTemplate = Annotated[
     str | None,
     typer.Option("--chat-template", help="A Jinja template, or a file that holds one."),
@@ -108,6 +124,7 @@ def engine_options(
     max_model_len: int | None = None,
     sparsity: float | None = None,
     executor: ExecutorName = ExecutorName.auto,
+    layout: Layout = Layout.auto,
 ) -> dict[str, Any]:
     """Keyword arguments of `LLM` and of a benchmark's worker, all plain JSON values."""
     if sparsity is not None and sparsity != 0:
@@ -124,6 +141,7 @@ def engine_options(
         "max_model_len": max_model_len,
         "sparsity": sparsity is None,
         "executor": executor.value,
+        "layout": layout.value,
     }
 
 

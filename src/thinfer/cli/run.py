@@ -54,6 +54,7 @@ def run(
     max_model_len: opt.MaxModelLen = None,
     sparsity: opt.Sparsity = None,
     executor: opt.Executor = opt.ExecutorName.auto,
+    layout: opt.LayoutOption = opt.Layout.auto,
     chat_template: opt.ChatTemplate = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -80,6 +81,7 @@ def run(
             max_model_len=max_model_len,
             sparsity=sparsity,
             executor=executor,
+            layout=layout,
         ),
     )
     if not quiet:

@@ -20,7 +20,8 @@ class ThresholdSelector:
 
     `thresholds` maps a site ("layers.3.qkv") to its threshold; sites not named stay dense. `channel_scale` maps a
     site to one float32 factor per channel (WINA's column norms); sites not named have scale 1 (TEAL). Positions below
-    `sink_tokens` are always dense, and so is the prompt unless `prefill` is set.
+    `sink_tokens` are always dense, and so is the prompt unless `prefill` is set. `rates` maps a site to the fraction of
+    its channels that calibration expects to be dropped: it helps to choose kernels and never changes what is dropped.
 
     TEAL: arxiv.org/abs/2408.14690, WINA: arxiv.org/abs/2505.19427.
     """
@@ -30,6 +31,7 @@ class ThresholdSelector:
     channel_scale: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     sink_tokens: int = 4
     prefill: bool = False
+    rates: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.method not in _METHODS:
@@ -37,6 +39,9 @@ class ThresholdSelector:
         for site, threshold in self.thresholds.items():
             if not threshold >= 0:
                 raise ArtifactError(f"threshold of {site} must be 0 or more, not {threshold}")
+        for site, rate in self.rates.items():
+            if not 0 <= rate <= 1:
+                raise ArtifactError(f"rate of {site} must lie between 0 and 1, not {rate}")
 
     def keep(self, site: str, x: NDArray[np.float32], columns: Sequence[int] | None = None) -> NDArray[np.bool_] | None:
         """Which entries of x [rows, channels] are kept at this site; None means all.
@@ -60,13 +65,17 @@ class ThresholdSelector:
             "thresholds": dict(self.thresholds),
             "sink_tokens": self.sink_tokens,
             "prefill": self.prefill,
+            "rates": dict(self.rates),
         }
         tensors = {f"selector.scale.{site}": scale for site, scale in self.channel_scale.items()}
         return section, tensors
 
     @classmethod
     def from_section(cls, section: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> ThresholdSelector:
-        """The selector that `to_section` stored; ArtifactError when a field is missing or has a wrong type."""
+        """The selector that `to_section` stored; ArtifactError when a field is missing or has a wrong type.
+
+        Artifacts of older versions have no rates.
+        """
         prefix = "selector.scale."
         try:
             return cls(
@@ -79,6 +88,7 @@ class ThresholdSelector:
                 },
                 sink_tokens=int(section["sink_tokens"]),
                 prefill=bool(section["prefill"]),
+                rates={str(site): float(rate) for site, rate in section.get("rates", {}).items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ArtifactError(f"selector section of the artifact is damaged: {error!r}; calibrate again") from error

@@ -1,7 +1,9 @@
 """CpuExecutor: the native executor. A whole step of its nodes is one call without the GIL."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,9 @@ from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.batch import Batch
 from thinfer.engine.executor import Float32, KindCount, Observe
 from thinfer.engine.kv_cache import KvLayout
+from thinfer.engine.layout_choice import Candidate, LayoutTimer, LayoutTimes, measure_layouts, settle
 from thinfer.engine.options import EngineOptions
-from thinfer.engine.plan import LinearShape, MatrixPlan, assign_buffers, plan_linear
+from thinfer.engine.plan import LinearShape, MatrixPlan, Skipped, assign_buffers, plan_linear
 from thinfer.errors import UnsupportedError, UsageError
 from thinfer.models.loader import Model, WeightSource
 
@@ -35,8 +38,9 @@ class PackedLinear:
 class CpuExecutor:
     """Runs the nodes that name it in C++; packs their weights once and lets the source pages go.
 
-    `selector` decides which linears are packed for skipping; `set_selector` changes thresholds later without
-    repacking, which changes speed and never tokens. Raises UsageError for an instruction set this machine lacks.
+    `selector` decides which linears are packed for skipping, where a measurement at load shows that this is faster;
+    `set_selector` changes thresholds later without repacking, which changes speed and never tokens. Raises UsageError
+    for an instruction set this machine lacks.
 
     Example: `CpuExecutor(model, KvLayout(num_blocks=16), EngineOptions(threads=2)).run(batch)`.
     """
@@ -72,8 +76,11 @@ class CpuExecutor:
         self._op: list[int | None] = [None] * len(self._graph.nodes)
         self._packed: dict[str, list[_core.PackedMatrix]] = {}
         self.linears: list[PackedLinear] = []
+        self._layouts: Mapping[Skipped, LayoutTimes] = {}
+        self._notes: list[str] = []
         self._counts: dict[str, KindCount] = {}
         self._times: dict[str, list[int]] = {}
+        self._measure_layouts(selector)
         self._build(selector)
         self.set_selector(selector)
 
@@ -92,7 +99,7 @@ class CpuExecutor:
         *,
         observe: Observe | None = None,
     ) -> dict[str, Float32]:
-        """Run nodes `first` to `last - 1`, all of this executor: buffers in, buffers out, each float32 [rows, width]."""
+        """Run nodes `first` to `last - 1`, all of this executor: buffers in and out are float32 [rows, width]."""
         for name, value in inputs.items():
             if name in self._buffers:
                 self._view(name, len(value))[...] = value
@@ -140,8 +147,10 @@ class CpuExecutor:
 
     def describe(self) -> list[str]:
         """What was chosen, what it costs, what was ignored."""
-        lines = [f"cpu       {self._program.isa}, {self._options.thread_count()} threads, "
-                 f"activations {self._options.activations}"]
+        lines = [
+            f"cpu       {self._program.isa}, {self._options.thread_count()} threads, "
+            f"activations {self._options.activations}"
+        ]
         groups: dict[tuple[str, str, str, str], list[PackedLinear]] = {}
         for linear in self.linears:
             kind = linear.site.rsplit(".", 1)[-1]
@@ -149,6 +158,7 @@ class CpuExecutor:
         for (kind, codec, layout, why), members in groups.items():
             mib = sum(member.nbytes for member in members) / 2**20
             lines.append(f"weights   {kind:<8} {len(members):>3} x {codec:<5} {layout:<7} {mib:8.1f} MiB  {why}")
+        lines += self._notes
         if self._model.ignored:
             lines.append(f"ignored   {len(self._model.ignored)} tensors: {', '.join(self._model.ignored[:4])}")
         return lines
@@ -215,6 +225,26 @@ class CpuExecutor:
                 count.add(KindCount(counter.channels_active, counter.channels_total, counter.bytes_read))
 
     # ---- building
+
+    def _measure_layouts(self, selector: ThresholdSelector | None) -> None:
+        """Time both layouts of every matrix that skips channels; nothing is packed yet, and all of it is freed."""
+        if selector is None:
+            if self._options.layout != "auto":
+                self._notes.append(f"ignored   layout {self._options.layout}: no thresholds, so weights lie in order")
+            return
+        candidates = []
+        for node, own in zip(self._graph.nodes, self._own, strict=True):
+            if own and node.op == "linear":
+                shape = LinearShape.of(node, self._model.weights)
+                plans = plan_linear(node, self._model.weights, selector, self._options, shape)
+                pack = partial(self._pack, node)
+                candidates += [Candidate(p.skipped, p, pack) for p in plans if p.skipped is not None]
+        begin = time.perf_counter()
+        timer = LayoutTimer(self._program.isa, self._pool, self._options.activations)
+        self._layouts = measure_layouts(candidates, timer)
+        if candidates:
+            seconds = time.perf_counter() - begin
+            self._notes.append(f"layouts   {len(self._layouts)} timed in {seconds:.2f} s (layout to force one)")
 
     def _build(self, selector: ThresholdSelector | None) -> None:
         nodes = [node for node, own in zip(self._graph.nodes, self._own, strict=True) if own]
@@ -286,20 +316,26 @@ class CpuExecutor:
             return self._packed[node.output]
         weights = self._model.weights
         shape = LinearShape.of(node, weights)
-        plans = plan_linear(node, weights, selector, self._options, shape)
         matrices = []
-        for plan in plans:
-            sources = [weights.source(name) for name in plan.weights]
-            parts = [_part(source, node.attrs.get("rows"), node.attrs.get("columns")) for source in sources]
-            matrix = _core.PackedMatrix.pack(
-                parts, shape.inputs, plan.codec, plan.layout, plan.chunk, plan.segments, self._pool, self._arena
-            )
-            for source in sources:
-                source.release()
+        for planned in plan_linear(node, weights, selector, self._options, shape):
+            plan = settle(planned, self._layouts)
+            matrix = self._pack(node, plan, self._arena)
             self.linears.append(PackedLinear(node.attrs["site"], plan, matrix.codec, matrix.layout, matrix.nbytes))
             matrices.append(matrix)
         self._packed[node.output] = matrices
         return matrices
+
+    def _pack(self, node: Node, plan: MatrixPlan, arena: _core.Arena) -> _core.PackedMatrix:
+        """One matrix of a node, its source pages let go."""
+        sources = [self._model.weights.source(name) for name in plan.weights]
+        parts = [_part(source, node.attrs.get("rows"), node.attrs.get("columns")) for source in sources]
+        inputs = LinearShape.of(node, self._model.weights).inputs
+        matrix = _core.PackedMatrix.pack(
+            parts, inputs, plan.codec, plan.layout, plan.chunk, plan.segments, self._pool, arena
+        )
+        for source in sources:
+            source.release()
+        return matrix
 
     def _row_source(self, name: str) -> _core.RowSource:
         """The embedding: the head's packed matrix when tied, else rows decoded from the file when they are read."""

@@ -1,7 +1,10 @@
-"""Which codec and layout every linear gets in memory, and why: decided from shapes, types and thresholds alone."""
+"""Which codec and layout every linear gets in memory, and why: from shapes, types and thresholds.
+
+Where input channels are skipped, two layouts are possible; `layout_choice` times them and settles which.
+"""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from thinfer.core.graph import Graph, Node
@@ -20,6 +23,32 @@ _SKIP_BYTES = 1024
 """A skipped channel saves time only where the channels that are read come in runs of about this many bytes."""
 _SEGMENT_BLOCK = 256
 _SINGLE_SEGMENT_OUTPUTS = 4096
+_ASSUMED_RATE = 0.5
+_RATE_STEP = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """What decides whether skipping channels of a matrix saves time; equal ones need one measurement.
+
+    Attributes:
+        type: stored type.
+        codec: codec to re-quantise to; None keeps the type's own.
+        inputs: channels.
+        outputs: rows of the matrix.
+        rate: fraction of the channels that is expected to be dropped, in steps of 0.05.
+        assumed: the rate is a guess: the artifact does not say.
+    """
+
+    type: str
+    codec: str | None
+    inputs: int
+    outputs: int
+    rate: float
+    assumed: bool = field(default=False, compare=False)
+
+    def __str__(self) -> str:
+        return f"{100 * self.rate:.0f} % skipped" + (" (assumed: the artifact does not say)" if self.assumed else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +63,7 @@ class MatrixPlan:
         chunk: outputs of one contiguous channel slice (columns).
         segments: partial sums over the input; from the shape alone, so that layouts agree to the bit.
         why: the reason, for start-up.
+        skipped: set where rows would do as well and only time can tell; None: the layout is settled.
     """
 
     weights: tuple[str, ...]
@@ -43,14 +73,24 @@ class MatrixPlan:
     chunk: int
     segments: int
     why: str
+    skipped: Skipped | None = None
+
+    def as_rows(self, why: str) -> "MatrixPlan":
+        """The same matrix in the rows layout; results are the same to the bit."""
+        return replace(self, layout="rows", chunk=0, why=why)
 
 
 def plan_linear(
     node: Node, weights: Weights, selector: ThresholdSelector | None, options: EngineOptions, shapes: "LinearShape"
 ) -> list[MatrixPlan]:
-    """The packed matrices of one linear node, in the order of its weights."""
+    """The packed matrices of one linear node, in the order of its weights.
+
+    Plans whose layout should be timed are in columns and have `skipped` set.
+    """
     plans = []
-    skips = selector is not None and selector.thresholds.get(node.attrs["site"], 0.0) > 0.0
+    site = node.attrs["site"]
+    skips = selector is not None and selector.thresholds.get(site, 0.0) > 0.0
+    rate = selector.rates.get(site) if selector is not None else None
     for stored, group in groupby(node.weights, key=lambda name: weights.source(name).type):
         names = tuple(group)
         codec, bits = None, _BITS.get(stored) or FLOAT_BITS[stored]
@@ -61,8 +101,17 @@ def plan_linear(
         segments = 1 if floats else segment_count(shapes.inputs, outputs)
         if skips:
             chunk = chunk_outputs(outputs, bits, segments, options.thread_count())
-            why = "input channels are skipped by threshold"
-            plans.append(MatrixPlan(names, stored, codec, "columns", chunk, segments, why))
+            plan = MatrixPlan(names, stored, codec, "columns", chunk, segments, "channels are skipped")
+            if floats:
+                plan = replace(plan, why="channels are skipped; float weights have no other layout")
+            elif options.layout == "auto":
+                expected = round(round((_ASSUMED_RATE if rate is None else rate) / _RATE_STEP) * _RATE_STEP, 2)
+                plan = replace(plan, skipped=Skipped(stored, codec, shapes.inputs, outputs, expected, rate is None))
+            elif options.layout == "rows":
+                plan = plan.as_rows("dropped channels are read: layout rows was asked for")
+            else:
+                plan = replace(plan, why="channels are skipped: layout columns was asked for")
+            plans.append(plan)
         elif floats:
             why = "float weights, read in order"
             plans.append(MatrixPlan(names, stored, codec, "columns", _OUT_BLOCK, segments, why))
@@ -106,7 +155,7 @@ def segment_count(inputs: int, outputs: int) -> int:
 def chunk_outputs(outputs: int, bits: int, segments: int, threads: int) -> int:
     """Outputs of a channel slice: just enough slices to feed the threads, none under a kilobyte; multiple of 64.
 
-    Longer is better: at half density slices of 4 KB read at full bandwidth, of 2 KB at 9/10, of 768 bytes at 6/10 of it.
+    Longer is better: at half density slices of 4 KB read at full bandwidth, of 2 KB at 9/10, of 768 bytes at 6/10.
     """
     padded = -(-outputs // _OUT_BLOCK) * _OUT_BLOCK
     wanted = -(-threads // segments)

@@ -1,0 +1,198 @@
+"""Whether skipping pays: where channels are dropped, columns and rows are timed on this machine, at load.
+
+Skipping saves bytes, but not always time: short channel slices are read slower than whole rows, by how much depends on
+the machine. Both layouts give the same bits, so the choice is speed alone.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinfer import _core
+from thinfer.engine.options import ActivationType
+from thinfer.engine.plan import MatrixPlan, Skipped
+
+_GAIN = 0.03
+"""Columns must be faster by more than this: less is noise."""
+_SHAPE_SECONDS = 0.1
+_TOTAL_SECONDS = 1.0
+_ROUNDS = 5
+_LEAST_TURNS = 5
+_SET_BYTES = 32 << 20
+"""Copies of a matrix together, in each layout: more than a core's caches hold."""
+_SET_SHARE = 16
+_PIECE_BYTES = 4 << 20
+"""Read in one layout before the other takes its turn: a fraction of a millisecond, shorter than a disturbance."""
+_MEMINFO = Path("/proc/meminfo")
+
+Pack = Callable[[MatrixPlan, _core.Arena], _core.PackedMatrix]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutTimes:
+    """Seconds of one product at decode, the weights read from memory.
+
+    Example:
+        >>> print(LayoutTimes(columns=0.00041, rows=0.0007))
+        columns 0.41 ms against rows 0.70 ms
+    """
+
+    columns: float
+    rows: float
+
+    @property
+    def columns_win(self) -> bool:
+        """Whether columns are faster beyond noise."""
+        return self.columns < (1 - _GAIN) * self.rows
+
+    def __str__(self) -> str:
+        digits = 2 if self.rows >= 1e-4 else 3
+        return f"columns {self.columns * 1e3:.{digits}f} ms against rows {self.rows * 1e3:.{digits}f} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A matrix planned in columns that could lie in rows: what is to be known of it, and what packs it by a plan."""
+
+    skipped: Skipped
+    plan: MatrixPlan
+    pack: Pack
+
+
+class Timer(Protocol):
+    """Times one matrix."""
+
+    def __call__(self, candidate: Candidate, rates: Sequence[float], seconds: float) -> Mapping[float, LayoutTimes]:
+        """Times by rate (fraction of the channels dropped), in about this many seconds."""
+        ...
+
+
+def settle(plan: MatrixPlan, times: Mapping[Skipped, LayoutTimes]) -> MatrixPlan:
+    """The plan with the layout that was measured to be faster, and the figures as its reason.
+
+    What was not measured lies in rows, which is as fast as dense.
+    """
+    if plan.skipped is None:
+        return plan
+    measured = times.get(plan.skipped)
+    if measured is None:
+        return plan.as_rows("dropped channels are read: there was no time to measure whether skipping is faster")
+    why = f"{measured} at {plan.skipped}"
+    return replace(plan, why=why) if measured.columns_win else plan.as_rows(why)
+
+
+def measure_layouts(
+    candidates: Iterable[Candidate],
+    timer: Timer,
+    *,
+    seconds: float = _TOTAL_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[Skipped, LayoutTimes]:
+    """Time one matrix of each shape at all its rates, those with the most weights in the model first.
+
+    Args:
+        candidates: matrices of the model.
+        timer: times one of them.
+        seconds: no shape is begun after that.
+        clock: seconds that pass.
+    """
+    groups: dict[Skipped, list[Candidate]] = {}
+    for candidate in candidates:
+        groups.setdefault(replace(candidate.skipped, rate=0.0), []).append(candidate)
+    times: dict[Skipped, LayoutTimes] = {}
+    begin = clock()
+    for members in sorted(groups.values(), key=_weights, reverse=True):
+        left = seconds - (clock() - begin)
+        if left <= 0:
+            break
+        by_rate = {member.skipped.rate: member.skipped for member in members}
+        measured = timer(members[0], sorted(by_rate), min(left, _SHAPE_SECONDS))
+        times |= {by_rate[rate]: result for rate, result in measured.items()}
+    return times
+
+
+class LayoutTimer:
+    """Times the linear op of the engine over copies of a matrix, the two layouts taking turns."""
+
+    def __init__(self, isa: str, pool: _core.ThreadPool, activations: ActivationType) -> None:
+        self._isa = isa
+        self._pool = pool
+        self._activations = activations
+
+    def __call__(self, candidate: Candidate, rates: Sequence[float], seconds: float) -> dict[float, LayoutTimes]:
+        """Times by rate; memory is given back on return."""
+        deadline = time.perf_counter() + seconds
+        plan, inputs = candidate.plan, candidate.skipped.inputs
+        arenas = _core.Arena(), _core.Arena()
+        rows = [candidate.pack(plan.as_rows(plan.why), arenas[0])]
+        columns = [candidate.pack(plan, arenas[1])]
+        copies = max(1, set_bytes() // max(rows[0].nbytes, columns[0].nbytes))
+        copying_ends = (time.perf_counter() + deadline) / 2
+        while len(rows) < copies and time.perf_counter() < copying_ends:
+            rows.append(rows[0].copy())
+            columns.append(columns[0].copy())
+        copies = len(rows)
+        piece = min(copies, max(1, -(-_PIECE_BYTES // rows[0].nbytes)))
+        program = _core.Program(self._isa, self._pool, 1)
+        x, y = program.add_buffer(inputs), program.add_buffer(candidate.skipped.outputs)
+        for matrix in (*rows, *columns):
+            program.op_linear(x, y, [matrix], None, self._activations)
+        activations = [_activations(inputs, rate) for rate in rates]
+        samples: list[list[float]] = [[] for _ in range(len(rates) + 1)]
+        # The first piece wakes the threads and is not counted.
+        for turn in range(-1, _ROUNDS * max(1, copies // piece)):
+            if turn >= _LEAST_TURNS and time.perf_counter() > deadline:
+                break
+            first = max(turn, 0) % max(1, copies // piece) * piece
+            for index in range(len(rates) + 1):
+                program.buffer(x)[0] = activations[max(index - 1, 0)]
+                start = first + (copies if index else 0)
+                passed = _run(program, start, start + piece) / piece
+                if turn >= 0:
+                    samples[index].append(passed)
+        rows_time, *columns_times = map(undisturbed, samples)
+        return {
+            rate: LayoutTimes(columns_time, rows_time) for rate, columns_time in zip(rates, columns_times, strict=True)
+        }
+
+
+def undisturbed(samples: Sequence[float]) -> float:
+    """The lower quartile: other work on the machine only ever adds time, and in a few samples often to half of them."""
+    return sorted(samples)[len(samples) // 4]
+
+
+def set_bytes(meminfo: Path = _MEMINFO) -> int:
+    """Bytes of the copies of one layout: 32 MiB, or a sixteenth of the memory that is available."""
+    try:
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return _SET_BYTES
+    return min(_SET_BYTES, available // _SET_SHARE)
+
+
+def _weights(members: Sequence[Candidate]) -> int:
+    """Weights of a model's matrices of one shape."""
+    return len(members) * members[0].skipped.inputs * members[0].skipped.outputs
+
+
+def _activations(inputs: int, rate: float) -> NDArray[np.float32]:
+    """Normal values with this fraction of zeros, the same on every run."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(inputs, np.float32)
+    values[rng.permutation(inputs)[: round(rate * inputs)]] = 0
+    return values
+
+
+def _run(program: _core.Program, first: int, last: int) -> float:
+    """Seconds of some ops for one row."""
+    zeros = np.zeros(1, np.int32)
+    batch = (zeros, zeros, zeros, np.zeros(1, np.uint8), np.zeros(0, np.int32), np.zeros((1, 1), np.int32))
+    begin = time.perf_counter()
+    program.run(first, last, *batch)
+    return time.perf_counter() - begin
