@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from thinfer import _core
 from thinfer.engine.cores import usable_cores
-from thinfer.engine.plan import chunk_outputs, segment_count
+from thinfer.engine.plan import segment_count
 
 DENSITIES = (1.0, 0.8, 0.6, 0.5, 0.3, 0.1)
 BATCHES = (4, 16)
