@@ -21,12 +21,11 @@ LinearOp::LinearOp(const LinearKernels& kernels, int in, int out, std::vector<st
     : kernels_(kernels), in_(in), out_(out), bias_(std::move(bias)), storage_(std::move(storage)) {
   if (parts.empty()) throw std::invalid_argument("a linear op needs a matrix");
   inputs_ = parts.front()->width();
-  const bool float_codec = is_float(parts.front()->matrix().codec);
-  floats_ = activations == Activations::f32 || float_codec;
+  floats_ = activations == Activations::f32 ||
+            std::any_of(parts.begin(), parts.end(), [](const auto& matrix) { return is_float(matrix->matrix().codec); });
   for (auto& matrix : parts) {
     const Matrix& w = matrix->matrix();
     if (w.inputs != inputs_) throw std::invalid_argument("matrices of one linear op must have the same inputs");
-    if (is_float(w.codec) != float_codec && !floats_) throw std::invalid_argument("float and integer codecs in one linear op");
     parts_.push_back({std::move(matrix), outputs_, staging_width_});
     outputs_ += w.outputs;
     staging_width_ += w.padded_outputs * w.segments;

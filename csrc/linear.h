@@ -30,7 +30,7 @@ struct Threshold {
 class LinearOp : public Op {
  public:
   // Parts are matrices with the same inputs, stacked along the outputs in buffer `out`. bias: empty, or one float an
-  // output. Matrices of float codecs always take float32 activations. Throws std::invalid_argument on sizes.
+  // output. One matrix of a float codec makes the op take float32 activations. Throws std::invalid_argument on sizes.
   LinearOp(const LinearKernels& kernels, int in, int out, std::vector<std::shared_ptr<const PackedMatrix>> parts,
            std::vector<float> bias, Activations activations, std::shared_ptr<LinearStorage> storage);
 

@@ -145,23 +145,28 @@ size_t quantized_codec(const Matrix& w, const float* x, int rows, int ldx, float
   uint8_t* quads = scratch;
   float* panel = reinterpret_cast<float*>(scratch + kExpandedBytes);
   uint8_t channel[kGroup];
+  constexpr int kGroups = groups_per_block(codec);
   const bool wide = w.layout == Layout::columns;
-  size_t bytes = 0;
+  size_t read = 0;  // per output
   for (int tile = tile_begin; tile < tile_end; tile += wide ? 4 : 1) {
+    bool block_read = false;
     for (int g = 0; g < w.inputs / kGroup; ++g) {
       const Inputs in{x + kGroup * g, ldx, channel,
                       list_channels(x + kGroup * g, rows, ldx, kGroup, skip_zeros, channel)};
+      block_read = (g % kGroups != 0 && block_read) || in.count > 0;
+      if (block_read && (g + 1) % kGroups == 0) read += static_cast<size_t>(block_scale_bytes(codec));
+      if (in.count == 0) continue;
       unpack_group<codec>(w, tile, g, panel, quads);
       if (wide) {
         add_group<4>(panel, kPanelOutputs, in, rows, y + tile * kTile, ldy);
       } else {
         add_group<1>(panel, kTile, in, rows, y + tile * kTile, ldy);
       }
-      bytes += static_cast<size_t>(in.count) * static_cast<size_t>(traits(codec).bits * (wide ? 8 : 2)) +
-               static_cast<size_t>(group_scale_bytes(codec) * (wide ? 64 : 16));
+      // A group is unpacked whole, however few of its channels are used.
+      read += static_cast<size_t>(traits(codec).bits * kGroup / 8 + group_scale_bytes(codec));
     }
   }
-  return bytes;
+  return read * static_cast<size_t>(wide ? kOutBlock : kTile);
 }
 
 }  // namespace

@@ -40,6 +40,32 @@ def reference(x: Float32, weights: Sequence[Float32], biases: Sequence[Float32 |
     return y[:rows]
 
 
+def native(isa: str, x: Float32, weights: Sequence[Float32], biases: Sequence[Float32 | None] = ()) -> Float32:
+    """The op on float32 weights, packed for this one call, on the named instruction set."""
+    from thinfer import _core
+
+    rows, width = x.shape
+    pool, arena = _core.ThreadPool(1), _core.Arena()
+    matrices = []
+    for w in weights:
+        part = (np.ascontiguousarray(w, np.float32).view(np.uint8).reshape(len(w), -1), "F32", None)
+        matrices.append(_core.PackedMatrix.pack([part], width, None, "columns", GROUP * 2, 1, pool, arena))
+    bias = None
+    if any(b is not None for b in biases):
+        bias = np.concatenate(
+            [np.zeros(len(w), np.float32) if b is None else b for w, b in zip(weights, biases, strict=True)]
+        )
+    program = _core.Program(isa, pool, rows)
+    source, out = program.add_buffer(width), program.add_buffer(sum(len(w) for w in weights))
+    program.op_linear(source, out, matrices, bias, "f32")
+    program.buffer(source)[:] = x
+    zeros = np.zeros(rows, np.int32)
+    table, sparse = np.zeros((rows, 1), np.int32), np.zeros(rows, np.uint8)
+    program.run(0, 1, zeros, zeros, np.arange(rows, dtype=np.int32), sparse, zeros[:0], table)
+    result: Float32 = program.buffer(out).copy()
+    return result
+
+
 def quantize_rows(x: Float32) -> tuple[NDArray[np.int8], Float32]:
     """Round x [M, K] to int8 per group of 32 along K (K a multiple of 32): codes [M, K/32, 32], steps d [M, K/32].
 
