@@ -139,8 +139,8 @@ class Attention final : public Op {
       const float* values = keys + heads_.kv_heads * heads_.head_dim;
       for (int head = 0; head < heads_.kv_heads; ++head) {
         const int at = head * heads_.head_dim;
-        kernels_.write_kv(keys + at, values + at, block + kv.key_offset(layer_, head), block + kv.value_offset(layer_, head),
-                          position % kBlock, heads_.head_dim, kv.half());
+        kernels_.write_kv(keys + at, values + at, block + kv.key_offset(layer_, head),
+                          block + kv.value_offset(layer_, head), position % kBlock, heads_.head_dim, kv.half());
       }
     }
   }
@@ -196,7 +196,8 @@ class Attention final : public Op {
     const Group& group = groups_[static_cast<size_t>(item.group)];
     const int width = padded(heads_.head_dim);
     for (int row = 0; row < group.rows; ++row) {
-      float* out = context.buffers[out_] + static_cast<ptrdiff_t>(group.row + row) * padded(heads_.heads * heads_.head_dim);
+      float* out =
+          context.buffers[out_] + static_cast<ptrdiff_t>(group.row + row) * padded(heads_.heads * heads_.head_dim);
       for (int head = 0; head < group_heads(); ++head) {
         const int query = row * group_heads() + head;
         kernels_.attend_finish(state.output + static_cast<ptrdiff_t>(query) * width, state.sum[query],

@@ -25,7 +25,8 @@ void check_rows(const Batch& batch, const BatchLimits& limits) {
   if (batch.n_out > batch.rows) fail("out_rows has more entries than the batch has rows");
   for (int i = 0; i < batch.n_out; ++i) {
     const int row = batch.out_rows[i];
-    if (row < 0 || row >= batch.rows) fail("out_rows[" + std::to_string(i) + "] = " + std::to_string(row) + " is no row");
+    if (row < 0 || row >= batch.rows)
+      fail("out_rows[" + std::to_string(i) + "] = " + std::to_string(row) + " is no row");
   }
   for (int row = 0; row < batch.rows; ++row) {
     if (limits.vocab > 0 && (batch.tokens[row] < 0 || batch.tokens[row] >= limits.vocab)) {
@@ -75,12 +76,14 @@ void check_cache(const Batch& batch, const BatchLimits& limits) {
   for (int row = 0; row < batch.rows; ++row) {
     const int position = batch.positions[row];
     const ptrdiff_t table = static_cast<ptrdiff_t>(batch.sequence[row]) * batch.max_blocks;
-    slots[static_cast<size_t>(row)] = int64_t{batch.block_table[table + position / kBlock]} * kBlock + position % kBlock;
+    slots[static_cast<size_t>(row)] =
+        int64_t{batch.block_table[table + position / kBlock]} * kBlock + position % kBlock;
   }
   std::sort(slots.begin(), slots.end());
   const auto twice = std::adjacent_find(slots.begin(), slots.end());
   if (twice != slots.end()) {
-    fail("two rows write slot " + std::to_string(*twice % kBlock) + " of cache block " + std::to_string(*twice / kBlock));
+    fail("two rows write slot " + std::to_string(*twice % kBlock) + " of cache block " +
+         std::to_string(*twice / kBlock));
   }
 }
 

@@ -22,14 +22,14 @@ struct OwnedBatch {
 
 struct BatchLimits {
   int max_rows = 0;
-  int vocab = 0;          // tokens lie in [0, vocab); 0: the program reads no tokens
-  bool attends = false;   // whether keys and values are read and written
-  int cache_blocks = 0;   // blocks the KV cache has
-  int window = 0;         // positions any layer looks back, itself included; 0: all
+  int vocab = 0;         // tokens lie in [0, vocab); 0: the program reads no tokens
+  bool attends = false;  // whether keys and values are read and written
+  int cache_blocks = 0;  // blocks the KV cache has
+  int window = 0;        // positions any layer looks back, itself included; 0: all
 };
 
-// Throws std::invalid_argument that names the row and the value at fault. When the program attends, rows of one sequence
-// must ascend in position and no two rows may share a cache slot.
+// Throws std::invalid_argument that names the row and the value at fault. When the program attends, rows of one
+// sequence must ascend in position and no two rows may share a cache slot.
 void check_batch(const Batch& batch, const BatchLimits& limits);
 
 }  // namespace thinfer

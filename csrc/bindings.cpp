@@ -19,7 +19,8 @@ NB_MODULE(_core, module) {
       "Names of the instruction sets this machine can run, worst first.");
   module.def(
       "default_isa", [] { return std::string(isa_name(default_isa())); },
-      "The instruction set used unless one is named: the best, or what THINFER_ISA says. Raises ValueError when that is "
+      "The instruction set used unless one is named: the best, or what THINFER_ISA says. Raises ValueError when that "
+      "is "
       "unknown or not available.");
   module.attr("BLOCK_SIZE") = kBlock;
   python::bind_program(module);

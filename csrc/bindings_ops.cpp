@@ -23,7 +23,8 @@ Heads check_heads(int heads, int kv_heads, int head_dim) {
   if (heads < 1 || kv_heads < 1 || head_dim < 1 || heads > limit || kv_heads > heads || head_dim > 1024 ||
       heads % kv_heads != 0) {
     throw std::invalid_argument("heads must be a positive multiple of kv_heads and head_dim 1 to 1024, not " +
-                                std::to_string(heads) + ", " + std::to_string(kv_heads) + ", " + std::to_string(head_dim));
+                                std::to_string(heads) + ", " + std::to_string(kv_heads) + ", " +
+                                std::to_string(head_dim));
   }
   return {heads, kv_heads, head_dim};
 }
@@ -69,8 +70,8 @@ int op_rms_norm(CheckedProgram& self, int x, int out, const In<float, 1>& weight
   return self.add(make_rms_norm(self.kernels(), x, out, to_vector(weight, self.width(x), "weight"), eps), {x}, out);
 }
 
-int op_head_norm(CheckedProgram& self, int x, int out, const In<float, 1>& q_norm, const In<float, 1>& k_norm, float eps,
-                 int heads, int kv_heads, int head_dim) {
+int op_head_norm(CheckedProgram& self, int x, int out, const In<float, 1>& q_norm, const In<float, 1>& k_norm,
+                 float eps, int heads, int kv_heads, int head_dim) {
   const Heads h = check_heads(heads, kv_heads, head_dim);
   self.expect_width(x, h.width(), "x");
   self.expect_width(out, h.width(), "out");
@@ -106,7 +107,8 @@ int op_gated_act(CheckedProgram& self, int x, int out, const std::string& act, s
   const int width = self.width(out);
   if (!ids) self.expect_width(out, neurons, "out");
   auto own = ids ? check_ids(std::move(*ids), neurons, width) : std::vector<int>();
-  return self.add(make_gated_act(self.kernels(), x, out, neurons, parse_activation(act), std::move(own), width), {x}, out);
+  return self.add(make_gated_act(self.kernels(), x, out, neurons, parse_activation(act), std::move(own), width), {x},
+                  out);
 }
 
 int op_add(CheckedProgram& self, int a, int b, int out) {
@@ -133,7 +135,8 @@ struct Single {
   int rows;
 
   Single(const std::string& isa, int row_count, std::shared_ptr<SharedCache> cache = nullptr)
-      : program(isa, std::make_shared<ThreadPool>(1), row_count > 0 ? row_count : 1, std::move(cache)), rows(row_count) {}
+      : program(isa, std::make_shared<ThreadPool>(1), row_count > 0 ? row_count : 1, std::move(cache)),
+        rows(row_count) {}
 
   int input(const In<float, 2>& x) {
     const int id = program.add_buffer(as_int(x.shape(1)));
@@ -215,7 +218,8 @@ FloatArray rope(const std::string& isa, const In<float, 2>& qkv, const In<int32_
   return single.output(out);
 }
 
-FloatArray attention(const std::string& isa, const In<float, 2>& qkv, nb::ndarray<float, nb::ndim<4>, nb::c_contig, nb::device::cpu> keys,
+FloatArray attention(const std::string& isa, const In<float, 2>& qkv,
+                     nb::ndarray<float, nb::ndim<4>, nb::c_contig, nb::device::cpu> keys,
                      nb::ndarray<float, nb::ndim<4>, nb::c_contig, nb::device::cpu> values,
                      const In<int32_t, 2>& block_table, const In<int32_t, 1>& positions, const In<int32_t, 1>& sequence,
                      int heads, int kv_heads, int head_dim, float scale, std::optional<int> window,
@@ -223,8 +227,8 @@ FloatArray attention(const std::string& isa, const In<float, 2>& qkv, nb::ndarra
   if (kv_heads < 1 || head_dim < 1) throw std::invalid_argument("kv_heads and head_dim must be at least 1");
   const size_t block = static_cast<size_t>(kBlock) * static_cast<size_t>(kv_heads) * static_cast<size_t>(head_dim);
   for (const auto* planes : {&keys, &values}) {
-    if (planes->shape(0) != keys.shape(0) || planes->shape(1) != kBlock || planes->shape(2) != static_cast<size_t>(kv_heads) ||
-        planes->shape(3) != static_cast<size_t>(head_dim)) {
+    if (planes->shape(0) != keys.shape(0) || planes->shape(1) != kBlock ||
+        planes->shape(2) != static_cast<size_t>(kv_heads) || planes->shape(3) != static_cast<size_t>(head_dim)) {
       throw std::invalid_argument("keys and values must be [blocks, 64, kv_heads, head_dim]");
     }
   }
@@ -237,8 +241,8 @@ FloatArray attention(const std::string& isa, const In<float, 2>& qkv, nb::ndarra
   }
   Single single(isa, as_int(qkv.shape(0)), cache);
   const int in = single.input(qkv);
-  const int out = single.program.add_buffer(as_int(static_cast<size_t>(check_heads(heads, kv_heads, head_dim).heads) *
-                                                   static_cast<size_t>(head_dim)));
+  const int out = single.program.add_buffer(
+      as_int(static_cast<size_t>(check_heads(heads, kv_heads, head_dim).heads) * static_cast<size_t>(head_dim)));
   op_attention(single.program, in, out, 0, heads, kv_heads, head_dim, scale, window);
   OwnedBatch batch = single.batch();
   batch.positions = copied<int32_t, 1>(positions);
@@ -289,7 +293,8 @@ FloatArray select(const std::string& isa, const In<float, 2>& x, const In<int32_
 
 void bind_program_ops(nb::class_<CheckedProgram>& program) {
   program
-      .def("op_embed", op_embed, nb::arg("source"), nb::arg("out"), "out[r] = source row tokens[r]. Returns the op's index.")
+      .def("op_embed", op_embed, nb::arg("source"), nb::arg("out"),
+           "out[r] = source row tokens[r]. Returns the op's index.")
       .def("op_rms_norm", op_rms_norm, nb::arg("x"), nb::arg("out"), nb::arg("weight").noconvert(), nb::arg("eps"),
            "out = x / rms(x) * weight [width]; out may be x.")
       .def("op_head_norm", op_head_norm, nb::arg("x"), nb::arg("out"), nb::arg("q_norm").noconvert(),
@@ -298,31 +303,35 @@ void bind_program_ops(nb::class_<CheckedProgram>& program) {
       .def("op_rope", op_rope, nb::arg("x"), nb::arg("out"), nb::arg("inv_freq"), nb::arg("attention_factor"),
            nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
            "Rotate the query and key heads of q|k|v by position times inv_freq [head_dim / 2]; out may be x.")
-      .def("op_attention", op_attention, nb::arg("x"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"),
-           nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window").none() = nb::none(),
-           "Write the rows' keys and values of q|k|v to the cache, then causal attention: out is heads * head_dim wide.")
-      .def("op_gated_act", op_gated_act, nb::arg("x"), nb::arg("out"), nb::arg("act"), nb::arg("ids").none() = nb::none(),
-           "out = act(gate) * up for x = gate|up; with ids (ascending) neuron j goes to column ids[j], the rest is 0.\n\n"
+      .def(
+          "op_attention", op_attention, nb::arg("x"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"),
+          nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window").none() = nb::none(),
+          "Write the rows' keys and values of q|k|v to the cache, then causal attention: out is heads * head_dim wide.")
+      .def("op_gated_act", op_gated_act, nb::arg("x"), nb::arg("out"), nb::arg("act"),
+           nb::arg("ids").none() = nb::none(),
+           "out = act(gate) * up for x = gate|up; with ids (ascending) neuron j goes to column ids[j], the rest is "
+           "0.\n\n"
            "act: silu, gelu, gelu_tanh or relu.")
       .def("op_add", op_add, nb::arg("a"), nb::arg("b"), nb::arg("out"), "out = a + b; out may be either.")
-      .def("op_select", op_select, nb::arg("x"), nb::arg("out"), "out[i] = x[out_rows[i]]; later ops work on those rows.");
+      .def("op_select", op_select, nb::arg("x"), nb::arg("out"),
+           "out[i] = x[out_rows[i]]; later ops work on those rows.");
 }
 
 void bind_ops(nb::module_& module) {
   module.def("embed", embed, nb::arg("isa"), nb::arg("table").noconvert(), nb::arg("tokens").noconvert(),
              "The op embed of kernels/embed.py on the named instruction set.");
-  module.def("rms_norm", rms_norm, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("weight").noconvert(), nb::arg("eps"),
-             "The op rms_norm of kernels/rms_norm.py on the named instruction set.");
+  module.def("rms_norm", rms_norm, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("weight").noconvert(),
+             nb::arg("eps"), "The op rms_norm of kernels/rms_norm.py on the named instruction set.");
   module.def("head_norm", head_norm, nb::arg("isa"), nb::arg("qkv").noconvert(), nb::arg("q_norm").noconvert(),
              nb::arg("k_norm").noconvert(), nb::arg("eps"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
              "The op head_norm of kernels/head_norm.py on the named instruction set.");
   module.def("rope", rope, nb::arg("isa"), nb::arg("qkv").noconvert(), nb::arg("positions").noconvert(),
-             nb::arg("inv_freq"), nb::arg("attention_factor"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-             "The op rope of kernels/rope.py on the named instruction set.");
+             nb::arg("inv_freq"), nb::arg("attention_factor"), nb::arg("heads"), nb::arg("kv_heads"),
+             nb::arg("head_dim"), "The op rope of kernels/rope.py on the named instruction set.");
   module.def("attention", attention, nb::arg("isa"), nb::arg("qkv").noconvert(), nb::arg("keys").noconvert(),
              nb::arg("values").noconvert(), nb::arg("block_table").noconvert(), nb::arg("positions").noconvert(),
-             nb::arg("sequence").noconvert(), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"),
-             nb::arg("window").none() = nb::none(), nb::arg("kv_type") = "f32",
+             nb::arg("sequence").noconvert(), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
+             nb::arg("scale"), nb::arg("window").none() = nb::none(), nb::arg("kv_type") = "f32",
              "The op attention of kernels/attention.py on the named instruction set.\n\n"
              "keys and values [blocks, BLOCK_SIZE, kv_heads, head_dim] go through a cache of kv_type and are updated.");
   module.def("gated_act", gated_act, nb::arg("isa"), nb::arg("gate_up").noconvert(), nb::arg("act"),

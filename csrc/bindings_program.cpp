@@ -83,8 +83,9 @@ int CheckedProgram::add_attention(int x, int out, Heads heads, int layer, float 
   if (!cache_) throw std::invalid_argument("attention needs a KV cache: give the Program one");
   const KvCache& cache = cache_->cache;
   if (cache.kv_heads() != heads.kv_heads || cache.head_dim() != heads.head_dim) {
-    throw std::invalid_argument("the KV cache has " + text(cache.kv_heads()) + " kv heads of " + text(cache.head_dim()) +
-                                ", attention " + text(heads.kv_heads) + " of " + text(heads.head_dim));
+    throw std::invalid_argument("the KV cache has " + text(cache.kv_heads()) + " kv heads of " +
+                                text(cache.head_dim()) + ", attention " + text(heads.kv_heads) + " of " +
+                                text(heads.head_dim));
   }
   if (layer < 0 || layer >= cache.layers()) {
     throw std::invalid_argument("layer " + text(layer) + " is none of the KV cache's " + text(cache.layers()));
@@ -231,7 +232,8 @@ std::pair<FloatArray, FloatArray> read(SharedCache& self, int layer, int block) 
 
 void write(SharedCache& self, int layer, int block, const In<float, 3>& keys, const In<float, 3>& values) {
   for (const auto* array : {&keys, &values}) {
-    if (array->shape(0) != static_cast<size_t>(kBlock) || array->shape(1) != static_cast<size_t>(self.cache.kv_heads()) ||
+    if (array->shape(0) != static_cast<size_t>(kBlock) ||
+        array->shape(1) != static_cast<size_t>(self.cache.kv_heads()) ||
         array->shape(2) != static_cast<size_t>(self.cache.head_dim())) {
       throw std::invalid_argument("keys and values must be [64, kv_heads, head_dim]");
     }
@@ -249,14 +251,18 @@ void bind_cache(nb::module_& module) {
             new (self) SharedCache(layers, kv_heads, head_dim, parse_kv_type(type));
           },
           nb::arg("layers"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("type") = "f16")
-      .def_prop_ro("blocks", [](SharedCache& self) {
-        const std::lock_guard lock(self.mutex);
-        return self.cache.blocks();
-      }, "Blocks allocated so far.")
-      .def_prop_ro("block_bytes", [](const SharedCache& self) { return self.cache.block_bytes(); },
-                   "Bytes of one block over all layers.")
-      .def_prop_ro("type", [](const SharedCache& self) { return self.cache.half() ? "f16" : "f32"; },
-                   "\"f16\" or \"f32\".")
+      .def_prop_ro(
+          "blocks",
+          [](SharedCache& self) {
+            const std::lock_guard lock(self.mutex);
+            return self.cache.blocks();
+          },
+          "Blocks allocated so far.")
+      .def_prop_ro(
+          "block_bytes", [](const SharedCache& self) { return self.cache.block_bytes(); },
+          "Bytes of one block over all layers.")
+      .def_prop_ro(
+          "type", [](const SharedCache& self) { return self.cache.half() ? "f16" : "f32"; }, "\"f16\" or \"f32\".")
       .def(
           "ensure_blocks",
           [](SharedCache& self, int count) {
@@ -297,15 +303,19 @@ void bind_pool(nb::module_& module) {
 void bind_counters(nb::module_& module) {
   nb::class_<OpCounters>(module, "OpCounters", "What one op did since the counters were last taken.")
       .def_ro("name", &OpCounters::name, "Name of the op.")
-      .def_prop_ro("calls", [](const OpCounters& c) { return c.counters.calls; }, "Times it ran.")
-      .def_prop_ro("nanoseconds", [](const OpCounters& c) { return c.counters.nanoseconds; },
-                   "Wall time, while profiling.")
-      .def_prop_ro("bytes_read", [](const OpCounters& c) { return c.counters.bytes_read; },
-                   "Bytes of weights, or of cached keys and values.")
-      .def_prop_ro("channels_active", [](const OpCounters& c) { return c.counters.channels_active; },
-                   "Input channels used, summed over rows.")
-      .def_prop_ro("channels_total", [](const OpCounters& c) { return c.counters.channels_total; },
-                   "Input channels there were, summed over rows.");
+      .def_prop_ro(
+          "calls", [](const OpCounters& c) { return c.counters.calls; }, "Times it ran.")
+      .def_prop_ro(
+          "nanoseconds", [](const OpCounters& c) { return c.counters.nanoseconds; }, "Wall time, while profiling.")
+      .def_prop_ro(
+          "bytes_read", [](const OpCounters& c) { return c.counters.bytes_read; },
+          "Bytes of weights, or of cached keys and values.")
+      .def_prop_ro(
+          "channels_active", [](const OpCounters& c) { return c.counters.channels_active; },
+          "Input channels used, summed over rows.")
+      .def_prop_ro(
+          "channels_total", [](const OpCounters& c) { return c.counters.channels_total; },
+          "Input channels there were, summed over rows.");
 }
 
 }  // namespace
@@ -354,12 +364,16 @@ void bind_program(nb::module_& module) {
       "isa None: the default. Ops that fit may write the buffer they read. ValueError names whatever does not fit.\n"
       "Example: p = Program(None, ThreadPool(2), 64, cache); x = p.add_buffer(576); p.op_embed(rows, x).");
   program
-      .def(nb::init<const std::optional<std::string>&, std::shared_ptr<ThreadPool>, int, std::shared_ptr<SharedCache>>(),
-           nb::arg("isa").none(), nb::arg("pool"), nb::arg("max_rows"), nb::arg("cache").none() = nb::none())
-      .def_prop_ro("isa", [](CheckedProgram& self) { return isa_name(self.program().isa()); },
-                   "Name of the instruction set in use.")
-      .def_prop_ro("max_rows", [](CheckedProgram& self) { return self.program().max_rows(); }, "Rows a buffer has room for.")
-      .def_prop_ro("ops", [](CheckedProgram& self) { return self.program().ops(); }, "Number of ops.")
+      .def(
+          nb::init<const std::optional<std::string>&, std::shared_ptr<ThreadPool>, int, std::shared_ptr<SharedCache>>(),
+          nb::arg("isa").none(), nb::arg("pool"), nb::arg("max_rows"), nb::arg("cache").none() = nb::none())
+      .def_prop_ro(
+          "isa", [](CheckedProgram& self) { return isa_name(self.program().isa()); },
+          "Name of the instruction set in use.")
+      .def_prop_ro(
+          "max_rows", [](CheckedProgram& self) { return self.program().max_rows(); }, "Rows a buffer has room for.")
+      .def_prop_ro(
+          "ops", [](CheckedProgram& self) { return self.program().ops(); }, "Number of ops.")
       .def("add_buffer", &CheckedProgram::add_buffer, nb::arg("width"), "Add a buffer and return its id.")
       .def("buffer", buffer_view, nb::arg("id"),
            "A writable view float32 [max_rows, width] of a buffer; rows a step did not write hold no meaning.")
@@ -369,7 +383,8 @@ void bind_program(nb::module_& module) {
            nb::arg("positions").noconvert(), nb::arg("sequence").noconvert(), nb::arg("sparse").noconvert(),
            nb::arg("out_rows").noconvert(), nb::arg("block_table").noconvert(),
            "Run ops [first, last) on a batch.\n\n"
-           "tokens, positions, sequence int32 [M], sparse uint8 [M], out_rows int32 [L], block_table int32 [S, max_blocks].\n"
+           "tokens, positions, sequence int32 [M], sparse uint8 [M], out_rows int32 [L], block_table int32 [S, "
+           "max_blocks].\n"
            "Every index is checked first: ValueError names the row. Calls from several threads take turns.")
       .def("set_profiling", &CheckedProgram::set_profiling, nb::arg("on"), "Whether to time every op.")
       .def("take_counters", take_counters, "The counters of every op in order; taking them resets them.");

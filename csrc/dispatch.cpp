@@ -12,9 +12,9 @@
 
 namespace thinfer {
 
-#define THINFER_DECLARE(isa)          \
-  namespace isa {                     \
-  extern const OpKernels op_kernels;  \
+#define THINFER_DECLARE(isa)         \
+  namespace isa {                    \
+  extern const OpKernels op_kernels; \
   }
 THINFER_FOR_EACH_ISA(THINFER_DECLARE)
 #undef THINFER_DECLARE
@@ -107,7 +107,8 @@ Isa parse_isa(const std::string& name) {
     if (name == isa_name(isa)) return isa;
     names += (names.empty() ? "" : ", ") + std::string(isa_name(isa));
   }
-  throw std::invalid_argument("instruction set '" + name + "' is unknown or not available here; choose one of: " + names);
+  throw std::invalid_argument("instruction set '" + name +
+                              "' is unknown or not available here; choose one of: " + names);
 }
 
 Isa default_isa() {

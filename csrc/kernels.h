@@ -8,7 +8,7 @@
 
 namespace thinfer {
 
-constexpr int kBlock = 64;    // positions in a block of the KV cache
+constexpr int kBlock = 64;     // positions in a block of the KV cache
 constexpr int kSegment = 128;  // positions whose attention is summed before being joined to the rest
 
 enum class Activation { silu, gelu, gelu_tanh, relu };
@@ -18,17 +18,17 @@ struct AttendJob {
   const float* queries;  // of the group's first row and the kv head's first query head: heads of head_dim floats
   ptrdiff_t row_stride;  // floats between rows of queries
   int rows;
-  int group;     // query heads per kv head
+  int group;  // query heads per kv head
   int head_dim;
   int position;  // of the first row
   int window;    // positions a row sees, itself included; 0 for all
   float scale;
-  bool half;                     // the cache holds f16 rather than f32
-  const int32_t* table;          // the sequence's cache blocks by position / kBlock
-  uint8_t* const* blocks;        // base of each cache block
-  size_t key_offset;             // bytes from a block's base to this layer and kv head: keys [head_dim][kBlock]
-  size_t value_offset;           // and values [kBlock][padded head_dim]
-  int first_segment;             // segments [first, last) of kSegment positions
+  bool half;               // the cache holds f16 rather than f32
+  const int32_t* table;    // the sequence's cache blocks by position / kBlock
+  uint8_t* const* blocks;  // base of each cache block
+  size_t key_offset;       // bytes from a block's base to this layer and kv head: keys [head_dim][kBlock]
+  size_t value_offset;     // and values [kBlock][padded head_dim]
+  int first_segment;       // segments [first, last) of kSegment positions
   int last_segment;
 };
 
@@ -48,7 +48,8 @@ struct OpKernels {
   void (*gated_act)(const float* gate, const float* up, float* out, int n, Activation activation);
   void (*add)(const float* a, const float* b, float* out, int n);
   // Stores one row's key and value of one kv head at `slot` of a cache block.
-  void (*write_kv)(const float* key, const float* value, uint8_t* keys, uint8_t* values, int slot, int head_dim, bool half);
+  void (*write_kv)(const float* key, const float* value, uint8_t* keys, uint8_t* values, int slot, int head_dim,
+                   bool half);
   // Fills state from the job's segments. scratch: attend_scratch_floats(rows * group, head_dim).
   void (*attend)(const AttendJob& job, const AttendState& state, float* scratch);
   // Joins a later state to an earlier one of the same queries.

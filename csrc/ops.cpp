@@ -34,7 +34,8 @@ class RowOp : public Op {
 
 class Embed final : public RowOp {
  public:
-  Embed(std::shared_ptr<const RowSource> source, int out) : RowOp(source->width()), source_(std::move(source)), out_(out) {}
+  Embed(std::shared_ptr<const RowSource> source, int out)
+      : RowOp(source->width()), source_(std::move(source)), out_(out) {}
   const char* name() const override { return "embed"; }
 
  protected:
@@ -50,7 +51,12 @@ class Embed final : public RowOp {
 class RmsNorm final : public RowOp {
  public:
   RmsNorm(const OpKernels& kernels, int x, int out, std::vector<float> weight, float eps)
-      : RowOp(static_cast<int>(weight.size())), kernels_(kernels), x_(x), out_(out), weight_(std::move(weight)), eps_(eps) {}
+      : RowOp(static_cast<int>(weight.size())),
+        kernels_(kernels),
+        x_(x),
+        out_(out),
+        weight_(std::move(weight)),
+        eps_(eps) {}
   const char* name() const override { return "rms_norm"; }
 
  protected:
@@ -136,7 +142,8 @@ class Rope final : public RowOp {
 
 class GatedAct final : public Op {
  public:
-  GatedAct(const OpKernels& kernels, int x, int out, int neurons, Activation activation, std::vector<int> ids, int width)
+  GatedAct(const OpKernels& kernels, int x, int out, int neurons, Activation activation, std::vector<int> ids,
+           int width)
       : kernels_(kernels),
         x_(x),
         out_(out),

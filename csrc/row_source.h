@@ -18,7 +18,8 @@ struct RowSource {
 // A matrix kept as float32.
 class Float32Rows final : public RowSource {
  public:
-  Float32Rows(std::vector<float> values, int rows, int width) : values_(std::move(values)), rows_(rows), width_(width) {}
+  Float32Rows(std::vector<float> values, int rows, int width)
+      : values_(std::move(values)), rows_(rows), width_(width) {}
   int rows() const override { return rows_; }
   int width() const override { return width_; }
   void row(int index, float* out) const override {

@@ -63,9 +63,9 @@ struct ThreadPool::State {
     std::atomic<void*> argument{nullptr};
   };
 
-  // Each thread's share of a loop: generation of the loop in the upper half, next item in the lower, so that taking items
-  // and checking that they belong to the loop one has read is one atomic operation. A thread takes its own share first,
-  // on a cache line of its own, and then what is left of the others'.
+  // Each thread's share of a loop: generation of the loop in the upper half, next item in the lower, so that taking
+  // items and checking that they belong to the loop one has read is one atomic operation. A thread takes its own share
+  // first, on a cache line of its own, and then what is left of the others'.
   struct alignas(64) Cursor {
     std::atomic<uint64_t> value{0};
   };
@@ -197,7 +197,9 @@ void ThreadPool::begin() {
   state.turn.lock();
   state.in_step.store(true);
   if (state.sleepers.load() > 0) {
-    { const std::lock_guard lock(state.sleep); }
+    {
+      const std::lock_guard lock(state.sleep);
+    }
     state.wake.notify_all();
   }
 }

@@ -7,8 +7,8 @@
 namespace thinfer {
 
 // One step is begin(), any number of parallel(), end(). Workers spin through a step and fall asleep soon after it, so
-// an idle process burns no CPU. Each thread has a share of contiguous items, the same for the same loop, that it takes in
-// chunks; whoever is done takes over what is left elsewhere, so a thread that lost its CPU delays only the chunk it
+// an idle process burns no CPU. Each thread has a share of contiguous items, the same for the same loop, that it takes
+// in chunks; whoever is done takes over what is left elsewhere, so a thread that lost its CPU delays only the chunk it
 // holds. Bodies must not throw. Calls from several threads take turns.
 class ThreadPool {
  public:
@@ -29,7 +29,9 @@ class ThreadPool {
   template <class Body>
   void parallel(int items, int chunk, Body&& body) {
     using Type = std::remove_reference_t<Body>;
-    run(items, chunk, [](void* self, int first, int last, int thread) { (*static_cast<Type*>(self))(first, last, thread); },
+    run(
+        items, chunk,
+        [](void* self, int first, int last, int thread) { (*static_cast<Type*>(self))(first, last, thread); },
         const_cast<void*>(static_cast<const void*>(&body)));
   }
 

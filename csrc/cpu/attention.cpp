@@ -47,8 +47,8 @@ THINFER_INLINE void product(const float* left, ptrdiff_t left_stride, const Righ
 
 // R queries over `vectors` vectors of columns.
 template <int R, typename Right>
-static void product_rows(const float* left, ptrdiff_t left_stride, const Right* right, ptrdiff_t right_stride, int depth,
-                         int vectors, float* out, ptrdiff_t out_stride, bool adding) {
+static void product_rows(const float* left, ptrdiff_t left_stride, const Right* right, ptrdiff_t right_stride,
+                         int depth, int vectors, float* out, ptrdiff_t out_stride, bool adding) {
   constexpr int C = tile_vectors<R>();
   int c = 0;
   for (; c + C <= vectors; c += C) {
@@ -85,11 +85,11 @@ struct Range {
 struct Work {
   const AttendJob& job;
   int queries;
-  ptrdiff_t width;        // padded head_dim
-  float* packed;          // [queries][head_dim] scaled queries
-  float* scores;          // [queries][kBlock]
-  AttendState segment;    // state of the current segment
-  float* plane;           // one block of keys or values as float32
+  ptrdiff_t width;      // padded head_dim
+  float* packed;        // [queries][head_dim] scaled queries
+  float* scores;        // [queries][kBlock]
+  AttendState segment;  // state of the current segment
+  float* plane;         // one block of keys or values as float32
 };
 
 THINFER_INLINE int lowest(const AttendJob& job, int row) {
@@ -311,7 +311,13 @@ void attend(const AttendJob& job, const AttendState& state, float* scratch) {
   const int head_dim = job.head_dim;
   const ptrdiff_t width = (head_dim + 15) & ~15;
   const ptrdiff_t rounded = (queries + 15) & ~15;
-  Work w{.job = job, .queries = queries, .width = width, .packed = scratch, .scores = nullptr, .segment = {}, .plane = nullptr};
+  Work w{.job = job,
+         .queries = queries,
+         .width = width,
+         .packed = scratch,
+         .scores = nullptr,
+         .segment = {},
+         .plane = nullptr};
   w.scores = w.packed + rounded * width;
   w.segment.output = w.scores + rounded * kBlock;
   w.segment.maximum = w.segment.output + rounded * width;

@@ -4,24 +4,24 @@
 #include <cstdio>
 #include <cstdlib>
 
-#define CHECK(condition)                                                             \
-  do {                                                                               \
-    if (!(condition)) {                                                              \
+#define CHECK(condition)                                                                 \
+  do {                                                                                   \
+    if (!(condition)) {                                                                  \
       std::fprintf(stderr, "%s:%d: CHECK(%s) failed\n", __FILE__, __LINE__, #condition); \
-      std::exit(1);                                                                  \
-    }                                                                                \
+      std::exit(1);                                                                      \
+    }                                                                                    \
   } while (false)
 
 // The exception type that the statement must throw.
-#define CHECK_THROWS(type, statement)     \
-  do {                                    \
-    bool thrown = false;                  \
-    try {                                 \
-      statement;                          \
-    } catch (const type&) {               \
-      thrown = true;                      \
-    }                                     \
-    CHECK(thrown);                        \
+#define CHECK_THROWS(type, statement) \
+  do {                                \
+    bool thrown = false;              \
+    try {                             \
+      statement;                      \
+    } catch (const type&) {           \
+      thrown = true;                  \
+    }                                 \
+    CHECK(thrown);                    \
   } while (false)
 
 void test_threads();

@@ -23,9 +23,10 @@ struct Type {
   int block_bytes;
   int f16_fields[2];  // offsets of float16 numbers in a block, -1: none
 };
-constexpr Type kTypes[] = {{"Q8_0", 34, {0, -1}},  {"Q4_0", 18, {0, -1}}, {"Q4_1", 20, {0, 2}},  {"Q5_0", 22, {0, -1}},
-                           {"Q5_1", 24, {0, 2}},   {"Q4_K", 144, {0, 2}}, {"Q5_K", 176, {0, 2}}, {"Q6_K", 210, {208, -1}},
-                           {"F16", 2, {0, -1}},    {"BF16", 2, {0, -1}},  {"F32", 4, {0, 2}}};
+constexpr Type kTypes[] = {{"Q8_0", 34, {0, -1}}, {"Q4_0", 18, {0, -1}},    {"Q4_1", 20, {0, 2}},
+                           {"Q5_0", 22, {0, -1}}, {"Q5_1", 24, {0, 2}},     {"Q4_K", 144, {0, 2}},
+                           {"Q5_K", 176, {0, 2}}, {"Q6_K", 210, {208, -1}}, {"F16", 2, {0, -1}},
+                           {"BF16", 2, {0, -1}},  {"F32", 4, {0, 2}}};
 
 struct Random {
   uint32_t state;
@@ -63,8 +64,9 @@ Weights make_weights(const Type& type, Layout layout, ThreadPool& pool) {
   for (const int outputs : kOutputs) {
     weights.data.push_back(stored(type, row_bytes * static_cast<size_t>(outputs), random));
     const StoredRows rows{weights.data.back().data(), stored_type, outputs, row_bytes, nullptr};
-    weights.parts.push_back(std::make_shared<PackedMatrix>(std::vector<StoredRows>{rows}, kInputs, codec_of(stored_type),
-                                                           layout, 64, layout == Layout::rows ? 1 : 2, pool, arena));
+    weights.parts.push_back(std::make_shared<PackedMatrix>(std::vector<StoredRows>{rows}, kInputs,
+                                                           codec_of(stored_type), layout, 64,
+                                                           layout == Layout::rows ? 1 : 2, pool, arena));
   }
   return weights;
 }

@@ -109,8 +109,14 @@ void test_scatter(Isa isa) {
     for (int i = 0; i < 2 * 2100; ++i) program.buffer(x)[row * padded(2 * 2100) + i] = 1.0f + static_cast<float>(i % 5);
     for (int i = 0; i < 5000; ++i) program.buffer(out)[row * padded(5000) + i] = 99.0f;
   }
-  OwnedBatch batch{.tokens = {0, 0, 0}, .positions = {0, 1, 2}, .sequence = {0, 0, 0}, .sparse = {0, 0, 0}, .out_rows = {},
-                   .block_table = {0}, .sequences = 1, .max_blocks = 1};
+  OwnedBatch batch{.tokens = {0, 0, 0},
+                   .positions = {0, 1, 2},
+                   .sequence = {0, 0, 0},
+                   .sparse = {0, 0, 0},
+                   .out_rows = {},
+                   .block_table = {0},
+                   .sequences = 1,
+                   .max_blocks = 1};
   program.run(0, 1, batch.view());
   for (int row = 0; row < 3; ++row) {
     const float* values = program.buffer(out) + row * padded(5000);
@@ -125,7 +131,8 @@ void test_scatter(Isa isa) {
 }  // namespace
 
 void test_program() {
-  const Shape shapes[] = {{{3, 1, 6}, 0, true}, {{4, 2, 16}, 20, false}, {{6, 2, 32}, 0, true}, {{2, 2, 24}, 100, true}};
+  const Shape shapes[] = {
+      {{3, 1, 6}, 0, true}, {{4, 2, 16}, 20, false}, {{6, 2, 32}, 0, true}, {{2, 2, 24}, 100, true}};
   for (const Shape& shape : shapes) {
     const std::vector<float> expected = run_chunks(Isa::scalar, shape, 1, kTokens);
     for (const Isa isa : available_isas()) {

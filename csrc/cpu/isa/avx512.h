@@ -24,9 +24,7 @@ THINFER_INLINE f32x16 load_n(const float* p, int n) { return {_mm512_maskz_loadu
 THINFER_INLINE void store_n(float* p, f32x16 a, int n) { _mm512_mask_storeu_ps(p, first_lanes(n), a.v); }
 THINFER_INLINE f32x16 set1(float x) { return {_mm512_set1_ps(x)}; }
 THINFER_INLINE f32x16 zero() { return {_mm512_setzero_ps()}; }
-THINFER_INLINE f32x16 iota() {
-  return {_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)};
-}
+THINFER_INLINE f32x16 iota() { return {_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)}; }
 THINFER_INLINE f32x16 add(f32x16 a, f32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
 THINFER_INLINE f32x16 sub(f32x16 a, f32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 THINFER_INLINE f32x16 mul(f32x16 a, f32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }

@@ -36,10 +36,10 @@ THINFER_INLINE f32x16 max(f32x16 a, f32x16 b) { THINFER_EACH(a.v[i] > b.v[i] ? a
 THINFER_INLINE f32x16 neg(f32x16 a) { THINFER_EACH(float_of(bits_of(a.v[i]) ^ 0x80000000u)); }
 THINFER_INLINE f32x16 abs(f32x16 a) { THINFER_EACH(float_of(bits_of(a.v[i]) & 0x7fffffffu)); }
 
-#define THINFER_EACH_MASK(expression)                                                               \
-  uint32_t bits = 0;                                                                                \
-  for (int i = 0; i < 16; ++i) bits |= static_cast<uint32_t>((expression) ? 1 : 0) << i;            \
-  return {static_cast<uint16_t>(bits)}
+#define THINFER_EACH_MASK(expression)                                                    \
+  uint32_t bits = 0;                                                                     \
+  for (int i = 0; i < 16; ++i) bits |= static_cast<uint32_t>((expression) ? 1 : 0) << i; \
+  return { static_cast<uint16_t>(bits) }
 
 THINFER_INLINE mask16 less(f32x16 a, f32x16 b) { THINFER_EACH_MASK(a.v[i] < b.v[i]); }
 THINFER_INLINE mask16 less_equal(f32x16 a, f32x16 b) { THINFER_EACH_MASK(a.v[i] <= b.v[i]); }
