@@ -8,7 +8,6 @@ import numpy as np
 from formats.gguf_files import TYPES, stored_bytes
 from thinfer import _core
 
-
 FLOATS = ("F32", "F16", "BF16")
 QUANTISED = tuple(name for name in TYPES if name not in FLOATS)
 # bits of a weight, bytes of scales a group of 32 and output, bytes a block of 256 and output (csrc/codec.h)
