@@ -22,7 +22,7 @@ _OUT_BLOCK = 64
 _SKIP_BYTES = 1024
 """A skipped channel saves time only where the channels that are read come in runs of about this many bytes."""
 _SEGMENT_BLOCK = 256
-_SINGLE_SEGMENT_OUTPUTS = 4096
+_WIDE_OUTPUTS = 4096
 _ASSUMED_RATE = 0.5
 _RATE_STEP = 0.05
 
@@ -142,14 +142,16 @@ class LinearShape:
 
 
 def segment_count(inputs: int, outputs: int) -> int:
-    """Partial sums over the input, cut on blocks of 256: more than one where outputs alone give chunks too short.
+    """Partial sums over the input, cut on blocks of 256, so that threads can share long channel slices.
 
-    Depends on the shape only: sums are added in order, so every layout, batch and thread count gives the same bits.
+    Two read 17920 outputs in slices of 9 KB at full bandwidth; slices of narrow matrices are short anyway, and four
+    parts of them balance better. Depends on the shape only: sums are added in order, so every layout, batch and thread
+    count gives the same bits.
     """
     blocks = inputs // _SEGMENT_BLOCK
-    if outputs >= _SINGLE_SEGMENT_OUTPUTS or blocks < 2:
+    if blocks < 2:
         return 1
-    return 4 if blocks % 4 == 0 or blocks >= 16 else 2
+    return 4 if outputs < _WIDE_OUTPUTS and (blocks % 4 == 0 or blocks >= 16) else 2
 
 
 def chunk_outputs(outputs: int, bits: int, segments: int, threads: int) -> int:
