@@ -8,7 +8,7 @@ import pytest
 _core = pytest.importorskip("thinfer._core")
 
 # heads, kv_heads, head_dim, window
-SHAPES = [(9, 3, 64, None), (4, 4, 16, None), (12, 2, 128, None), (6, 2, 24, 70), (3, 1, 8, 5)]
+SHAPES = [(9, 3, 64, None), (4, 4, 16, None), (6, 1, 128, None), (6, 2, 24, 70), (3, 1, 8, 5)]
 TOKENS = 300  # five blocks, three segments
 
 
