@@ -16,16 +16,17 @@ from numpy.typing import NDArray
 
 from thinfer import _core
 from thinfer.engine.cores import usable_cores
+from thinfer.engine.executor import Float32
 from thinfer.engine.plan import segment_count
 
 DENSITIES = (1.0, 0.8, 0.6, 0.5, 0.3, 0.1)
 BATCHES = (4, 16)
-CODECS = {"u4": "Q4_1", "u5": "Q5_1", "u6": "Q6_K", "i8": "Q8_0"}
+CODECS = {"u4": "Q4_1", "u4_k": "Q4_K", "u5": "Q5_1", "u6": "Q6_K", "i8": "Q8_0"}
 """Codec name to the stored type packed into it."""
 
-_BITS = {"u4": 4, "u5": 5, "u6": 6, "i8": 8}
-_STORED_BYTES = {"Q4_1": (32, 20), "Q5_1": (32, 24), "Q6_K": (256, 210), "Q8_0": (32, 34)}
-_WORKING_SET = 640 << 20
+_STORED_BYTES = {"Q4_1": (32, 20), "Q4_K": (256, 144), "Q5_1": (32, 24), "Q6_K": (256, 210), "Q8_0": (32, 34)}
+_WORKING_SET = 480 << 20
+_ROUNDS = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Packing:
     segments: int
 
 
-def packings(shape: Shape, bits: int, threads: int) -> Iterator[Packing]:
+def packings(shape: Shape, threads: int) -> Iterator[Packing]:
     """Rows, and columns cut along the outputs and along input segments."""
     engine = segment_count(shape.inputs, shape.outputs)
     yield Packing("rows", "-", 0, engine)
@@ -86,58 +87,76 @@ def measure(
         ``gb_s`` counts the bytes that were read.
     """
     counts = sorted({1, usable_cores()}) if threads is None else [threads]
-    codecs = ["u4"] if quick else list(CODECS)
+    codecs = ["u4_k"] if quick else list(CODECS)
     rows = []
     for shape in _QUICK if quick else SHAPES:
         for codec in codecs:
             if shape.inputs % _STORED_BYTES[CODECS[codec]][0]:
                 continue
             for count in counts:
-                for packing in packings(shape, _BITS[codec], count):
-                    progress(f"{shape.model} {codec} {packing.layout} {packing.cut} {count} threads")
-                    rows += _measure_packing(shape, codec, count, packing)
+                progress(f"{shape.model} {codec} {count} threads")
+                rows += _measure_shape(shape, codec, count)
     return rows
 
 
-def _measure_packing(shape: Shape, codec: str, threads: int, packing: Packing) -> list[dict[str, Any]]:
+class _Bench:
+    """One layout of a matrix, in copies that together are larger than the caches, as a program of one op a copy."""
+
+    def __init__(
+        self, shape: Shape, codec: str, packing: Packing, raw: NDArray[np.uint8], pool: _core.ThreadPool
+    ) -> None:
+        self.shape, self.packing = shape, packing
+        parts = [(raw, CODECS[codec], None)]
+        first = _core.PackedMatrix.pack(
+            parts, shape.inputs, None, packing.layout, packing.chunk, packing.segments, pool, _core.Arena()
+        )
+        self.copies = max(2, min(400, _WORKING_SET // first.nbytes))
+        self.program = _core.Program(None, pool, max(BATCHES))
+        self.x, y = self.program.add_buffer(shape.inputs), self.program.add_buffer(shape.outputs)
+        for matrix in (first, *(first.copy() for _ in range(self.copies - 1))):
+            self.program.op_linear(self.x, y, [matrix], None, "int8")
+
+    def time(self, x: Float32) -> float:
+        """Seconds of one op on the rows of x."""
+        self.program.buffer(self.x)[: len(x)] = x
+        return _time(self.program, len(x)) / self.copies
+
+    def bytes_read(self, x: Float32) -> float:
+        """Weight bytes that one op reads."""
+        self.program.take_counters()
+        self.time(x)
+        return sum(counter.bytes_read for counter in self.program.take_counters()) / self.copies
+
+
+def _measure_shape(shape: Shape, codec: str, threads: int) -> list[dict[str, Any]]:
+    """All layouts of one matrix, in turn within each round, so that the machine's drift does not favour one."""
     pool = _core.ThreadPool(threads)
     rng = np.random.default_rng(0)
     raw = random_blocks(rng, CODECS[codec], shape.outputs, shape.inputs)
-    parts = [(raw, CODECS[codec], None)]
-    first = _core.PackedMatrix.pack(
-        parts, shape.inputs, None, packing.layout, packing.chunk, packing.segments, pool, _core.Arena()
-    )
-    copies = max(2, min(400, _WORKING_SET // first.nbytes))
-    matrices = [first, *(first.copy() for _ in range(copies - 1))]
-    program = _core.Program(None, pool, max(BATCHES))
-    x, y = program.add_buffer(shape.inputs), program.add_buffer(shape.outputs)
-    for matrix in matrices:
-        program.op_linear(x, y, [matrix], None, "int8")
-    densities: Sequence[float] = DENSITIES if packing.layout == "columns" else (1.0,)
-    tests = [(1, density) for density in densities] + [(rows, 1.0) for rows in BATCHES]
+    benches = [_Bench(shape, codec, packing, raw, pool) for packing in packings(shape, threads)]
     results = []
-    for rows, density in tests:
+    for rows, density in [(1, density) for density in DENSITIES] + [(rows, 1.0) for rows in BATCHES]:
         keep = rng.random((rows, shape.inputs)) < density
-        program.buffer(x)[:rows] = np.where(keep, rng.standard_normal((rows, shape.inputs)), 0)
-        seconds = statistics.median(_time(program, rows) for _ in range(5)) / copies
-        program.take_counters()
-        _time(program, rows)
-        read = sum(counter.bytes_read for counter in program.take_counters()) / copies
-        results.append(
-            {
-                "shape": shape.model,
-                "inputs": shape.inputs,
-                "outputs": shape.outputs,
-                "codec": codec,
-                "threads": threads,
-                "layout": packing.layout,
-                "cut": packing.cut,
-                "rows": rows,
-                "density": density,
-                "us": round(seconds * 1e6, 1),
-                "gb_s": round(read / seconds / 1e9, 1),
-            }
-        )
+        x = np.where(keep, rng.standard_normal((rows, shape.inputs)), 0).astype(np.float32)
+        chosen = [bench for bench in benches if bench.packing.layout == "columns" or density == 1.0]
+        samples = [[bench.time(x) for bench in chosen] for _ in range(_ROUNDS)]
+        for bench, times in zip(chosen, zip(*samples, strict=True), strict=True):
+            seconds = statistics.median(times)
+            results.append(
+                {
+                    "shape": shape.model,
+                    "inputs": shape.inputs,
+                    "outputs": shape.outputs,
+                    "codec": codec,
+                    "threads": threads,
+                    "layout": bench.packing.layout,
+                    "cut": bench.packing.cut,
+                    "rows": rows,
+                    "density": density,
+                    "us": round(seconds * 1e6, 1),
+                    "gb_s": round(bench.bytes_read(x) / seconds / 1e9, 1),
+                }
+            )
     return results
 
 
@@ -158,6 +177,6 @@ def random_blocks(rng: np.random.Generator, stored: str, rows: int, inputs: int)
         blocks[..., 208:210] = scale
     else:
         blocks[..., 0:2] = scale
-        if stored in ("Q4_1", "Q5_1"):
+        if stored in ("Q4_1", "Q4_K", "Q5_1"):
             blocks[..., 2:4] = scale
     return blocks.reshape(rows, -1)
