@@ -121,6 +121,7 @@ void bind_linear(nb::module_& module, nb::class_<CheckedProgram>& program) {
       .def_prop_ro("chunk", [](const PackedMatrix& m) { return m.matrix().chunk; }, "Outputs per channel slice (columns).")
       .def_prop_ro("segments", [](const PackedMatrix& m) { return m.matrix().segments; }, "Partial sums over the input.")
       .def("copy", [](const PackedMatrix& m) { return m.copy(); }, "The same weights at other addresses.")
+      .def("evict", &PackedMatrix::evict, "Drop the weights from the processor's caches where it can.")
       .def_prop_ro("nbytes", &PackedMatrix::bytes, "Bytes of packed weights.");
   nb::class_<SharedRows, RowSource>(module, "StoredRows", "Rows decoded from a stored tensor on each read; nothing is copied.")
       .def(nb::init<Part, int>(), nb::arg("part"), nb::arg("inputs"));

@@ -4,6 +4,10 @@
 #include <cstring>
 #include <stdexcept>
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include "half.h"
 
 namespace thinfer {
@@ -261,6 +265,13 @@ std::shared_ptr<PackedMatrix> PackedMatrix::copy() const {
   std::shared_ptr<PackedMatrix> other(new PackedMatrix(matrix_, bytes_, arena_));
   std::memcpy(other->allocate(), matrix_.data, bytes_);
   return other;
+}
+
+void PackedMatrix::evict() const {
+#if defined(__SSE2__)
+  for (size_t i = 0; i < bytes_; i += 64) _mm_clflush(matrix_.data + i);
+  _mm_mfence();
+#endif
 }
 
 void StoredRowSource::row(int index, float* out) const {

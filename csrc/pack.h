@@ -34,6 +34,9 @@ class PackedMatrix : public RowSource {
   // The same weights at other addresses: for benchmarks that must not find them in a cache.
   std::shared_ptr<PackedMatrix> copy() const;
 
+  // Drops the weights from the processor's caches where it can: for measurements that must read memory.
+  void evict() const;
+
   const Matrix& matrix() const { return matrix_; }
   size_t bytes() const { return bytes_; }
   int rows() const override { return matrix_.outputs; }

@@ -290,6 +290,9 @@ class PackedMatrix(RowSource):
     def copy(self) -> PackedMatrix:
         """The same weights at other addresses."""
 
+    def evict(self) -> None:
+        """Drop the weights from the processor's caches where it can."""
+
     @property
     def nbytes(self) -> int:
         """Bytes of packed weights."""

@@ -15,7 +15,14 @@ from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.batch import Batch
 from thinfer.engine.executor import Float32, KindCount, Observe
 from thinfer.engine.kv_cache import KvLayout
-from thinfer.engine.layout_choice import Candidate, LayoutTimer, LayoutTimes, measure_layouts, settle
+from thinfer.engine.layout_choice import (
+    Candidate,
+    LayoutTimer,
+    LayoutTimes,
+    exceeds_caches,
+    measure_layouts,
+    settle,
+)
 from thinfer.engine.options import EngineOptions
 from thinfer.engine.plan import LinearShape, MatrixPlan, Skipped, assign_buffers, plan_linear
 from thinfer.errors import UnsupportedError, UsageError
@@ -240,7 +247,8 @@ class CpuExecutor:
                 pack = partial(self._pack, node)
                 candidates += [Candidate(p.skipped, p, pack) for p in plans if p.skipped is not None]
         begin = time.perf_counter()
-        timer = LayoutTimer(self._program.isa, self._pool, self._options.activations)
+        cold = exceeds_caches(self._model.checkpoint.size_bytes)
+        timer = LayoutTimer(self._program.isa, self._pool, self._options.activations, cold=cold)
         self._layouts = measure_layouts(candidates, timer)
         if candidates:
             seconds = time.perf_counter() - begin

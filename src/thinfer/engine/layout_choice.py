@@ -29,6 +29,7 @@ _SET_SHARE = 16
 _PIECE_BYTES = 4 << 20
 """Read in one layout before the other takes its turn: a fraction of a millisecond, shorter than a disturbance."""
 _MEMINFO = Path("/proc/meminfo")
+_CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 
 Pack = Callable[[MatrixPlan, _core.Arena], _core.PackedMatrix]
 
@@ -117,9 +118,14 @@ def measure_layouts(
 
 
 class LayoutTimer:
-    """Times the linear op of the engine over copies of a matrix, the two layouts taking turns."""
+    """Times the linear op of the engine over copies of a matrix, the two layouts taking turns.
 
-    def __init__(self, isa: str, pool: _core.ThreadPool, activations: ActivationType) -> None:
+    With `cold` the weights are dropped from the caches before each turn: those of a model larger than the caches come
+    from memory, though these few copies would not.
+    """
+
+    def __init__(self, isa: str, pool: _core.ThreadPool, activations: ActivationType, *, cold: bool = False) -> None:
+        self._cold = cold
         self._isa = isa
         self._pool = pool
         self._activations = activations
@@ -152,6 +158,9 @@ class LayoutTimer:
             for index in range(len(rates) + 1):
                 program.buffer(x)[0] = activations[max(index - 1, 0)]
                 start = first + (copies if index else 0)
+                if self._cold:
+                    for matrix in (*rows, *columns)[start : start + piece]:
+                        matrix.evict()
                 passed = _run(program, start, start + piece) / piece
                 if turn >= 0:
                     samples[index].append(passed)
@@ -174,6 +183,21 @@ def set_bytes(meminfo: Path = _MEMINFO) -> int:
     except (OSError, ValueError, IndexError, StopIteration):
         return _SET_BYTES
     return min(_SET_BYTES, available // _SET_SHARE)
+
+
+def exceeds_caches(weights: int, caches: Path = _CACHES) -> bool:
+    """Whether this many bytes of weights are more than the largest cache holds, as far as the system tells."""
+    sizes = [_cache_bytes(path) for path in caches.glob("index*/size")]
+    return weights > max(sizes, default=0)
+
+
+def _cache_bytes(path: Path) -> int:
+    """Bytes in a line like "32768K"; 0 when it cannot be read."""
+    try:
+        text = path.read_text(encoding="ascii").strip()
+        return int(text.rstrip("KM")) << {"K": 10, "M": 20}.get(text[-1:], 0)
+    except (OSError, ValueError):
+        return 0
 
 
 def _weights(members: Sequence[Candidate]) -> int:
