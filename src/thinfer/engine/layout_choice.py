@@ -20,7 +20,7 @@ from thinfer.engine.plan import MatrixPlan, Skipped
 _GAIN = 0.03
 """Columns must be faster by more than this: less is noise."""
 _SHAPE_SECONDS = 0.1
-_TOTAL_SECONDS = 1.0
+_TOTAL_SECONDS = 1.5
 _ROUNDS = 5
 _LEAST_TURNS = 5
 _SET_BYTES = 32 << 20
@@ -137,7 +137,7 @@ class LayoutTimer:
         arenas = _core.Arena(), _core.Arena()
         rows = [candidate.pack(plan.as_rows(plan.why), arenas[0])]
         columns = [candidate.pack(plan, arenas[1])]
-        copies = max(1, set_bytes() // max(rows[0].nbytes, columns[0].nbytes))
+        copies = max(1, (_PIECE_BYTES if self._cold else set_bytes()) // max(rows[0].nbytes, columns[0].nbytes))
         copying_ends = (time.perf_counter() + deadline) / 2
         while len(rows) < copies and time.perf_counter() < copying_ends:
             rows.append(rows[0].copy())

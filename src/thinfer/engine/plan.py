@@ -23,6 +23,8 @@ _SKIP_BYTES = 1024
 """A skipped channel saves time only where the channels that are read come in runs of about this many bytes."""
 _SEGMENT_BLOCK = 256
 _WIDE_OUTPUTS = 4096
+_WIDE_SEGMENTS = 2
+_NARROW_SEGMENTS = 8
 _ASSUMED_RATE = 0.5
 _RATE_STEP = 0.05
 
@@ -144,14 +146,12 @@ class LinearShape:
 def segment_count(inputs: int, outputs: int) -> int:
     """Partial sums over the input, cut on blocks of 256, so that threads can share long channel slices.
 
-    Two read 17920 outputs in slices of 9 KB at full bandwidth; slices of narrow matrices are short anyway, and four
-    parts of them balance better. Depends on the shape only: sums are added in order, so every layout, batch and thread
-    count gives the same bits.
+    Narrow matrices, whose slices are short anyway, are cut in up to eight: a thread that lost its processor for a while
+    then leaves work that others can take over. Of wide ones two are enough, and adding more would cost time. Depends on
+    the shape only: sums are added in order, so every layout, batch and thread count gives the same bits.
     """
-    blocks = inputs // _SEGMENT_BLOCK
-    if blocks < 2:
-        return 1
-    return 4 if outputs < _WIDE_OUTPUTS and (blocks % 4 == 0 or blocks >= 16) else 2
+    most = _WIDE_SEGMENTS if outputs >= _WIDE_OUTPUTS else _NARROW_SEGMENTS
+    return max(1, min(most, inputs // _SEGMENT_BLOCK))
 
 
 def chunk_outputs(outputs: int, bits: int, segments: int, threads: int) -> int:
@@ -160,7 +160,7 @@ def chunk_outputs(outputs: int, bits: int, segments: int, threads: int) -> int:
     Longer is better: at half density slices of 4 KB read at full bandwidth, of 2 KB at 9/10, of 768 bytes at 6/10.
     """
     padded = -(-outputs // _OUT_BLOCK) * _OUT_BLOCK
-    wanted = -(-threads // segments)
+    wanted = threads if segments <= _WIDE_SEGMENTS else -(-2 * threads // segments)
     longest = max(1, padded * bits // 8 // _SKIP_BYTES)
     slices = max(1, min(wanted, longest))
     return -(-padded // slices // _OUT_BLOCK) * _OUT_BLOCK
