@@ -280,15 +280,22 @@ def test_a_reader_that_leaves_is_no_error():
     assert process.wait() == 141
 
 
-def test_ctrl_c_exits_with_130(tmp_path):
+def wait_for_pipe(pid, seconds=30.0):
+    """Until the process sleeps in a read from a pipe; a busy machine may take its time to get there."""
+    end = time.monotonic() + seconds
+    while "pipe" not in Path(f"/proc/{pid}/wchan").read_text(encoding="ascii") and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def test_ctrl_c_exits_with_130():
     # A pipe that nobody writes to: run waits for its prompt there.
     reader, writer = os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-m", "thinfer", "run", "m.gguf"], stdin=reader, stderr=subprocess.PIPE, text=True
     )
-    time.sleep(1.0)
+    wait_for_pipe(process.pid)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=20) == 130
+    assert process.wait(timeout=60) == 130
     assert process.stderr.read() == ""
     process.stderr.close()
     os.close(reader)
