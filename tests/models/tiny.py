@@ -29,6 +29,8 @@ TINY: dict[str, dict[str, dict[str, Any]]] = {
         "gelu_tanh": {"hidden_act": "gelu_pytorch_tanh"},
         "relu": {"hidden_act": "relu"},
         "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
+        # More layers than ten, in which a sorted list of names is not in order.
+        "deep": {"num_hidden_layers": 12},
         "linear": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
         "dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}},
         "llama3": {
@@ -75,6 +77,7 @@ GGUF_VARIANTS = [
     ("llama", "mha_tied"),
     ("llama", "head_dim"),
     ("llama", "theta"),
+    ("llama", "deep"),
     ("mistral", "full"),
     ("mistral", "head_dim"),
     ("qwen2", "tied"),

@@ -1,6 +1,7 @@
 """What a stored tensor is: its name, shape, type and size, and how each type cuts a row into blocks."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from thinfer.errors import UnsupportedError
@@ -52,7 +53,7 @@ class TensorInfo:
         return self.nbytes // self.rows if self.rows else 0
 
 
-def require_supported(info: TensorInfo, where: str, tensors: "dict[str, TensorInfo]") -> None:
+def require_supported(info: TensorInfo, where: str, tensors: Mapping[str, TensorInfo]) -> None:
     """Refuse a tensor whose type cannot be decoded.
 
     Args:

@@ -12,6 +12,7 @@ from thinfer.core.config import ModelConfig
 from thinfer.core.graph import Graph
 from thinfer.errors import CheckpointError
 from thinfer.formats.checkpoint import Checkpoint
+from thinfer.formats.tensor import require_supported
 from thinfer.models import gguf_config
 from thinfer.models.blocks import EMBEDDING, HEAD, WeightSpec
 from thinfer.models.hf_config import token_ids
@@ -95,8 +96,8 @@ class Model:
 def load_model(checkpoint: Checkpoint) -> Model:
     """Read a checkpoint's configuration and check every weight's presence and shape against it.
 
-    Raises UnsupportedError for an architecture or feature that is not built, CheckpointError for missing tensors (all
-    are listed) and for a shape that does not fit the configuration (the tensor, both shapes).
+    Raises UnsupportedError for an architecture, feature or tensor type that is not built, CheckpointError for missing
+    tensors (all are listed) and for a shape that does not fit the configuration (the tensor, both shapes).
 
     Example: `load_model(open_checkpoint("model.gguf")).config.num_hidden_layers`.
     """
@@ -112,6 +113,8 @@ def load_model(checkpoint: Checkpoint) -> Model:
     if missing:
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise CheckpointError(f"{checkpoint.path}: {len(missing)} tensors are missing: {shown}")
+    for name in stored.values():
+        require_supported(checkpoint.tensors[name], str(checkpoint.path), checkpoint.tensors)
     interleaved = gguf and architecture.INTERLEAVED_GGUF
     sources = {spec.name: _source(checkpoint, spec, stored[spec.name], interleaved) for spec in specs}
     if config.tie_word_embeddings:
