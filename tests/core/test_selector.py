@@ -64,3 +64,10 @@ def test_impossible_rates(rate):
 def test_damaged_section(section):
     with pytest.raises(ArtifactError):
         ThresholdSelector.from_section(section, {})
+
+
+@pytest.mark.parametrize("change", [{"thresholds": {"s": 10**400}}, {"sink_tokens": float("inf")}], ids=str)
+def test_numbers_too_large_are_a_damaged_artifact(change):
+    section, tensors = ThresholdSelector("teal", {"s": 0.1}).to_section()
+    with pytest.raises(ArtifactError, match="damaged"):
+        ThresholdSelector.from_section({**section, **change}, tensors)

@@ -95,6 +95,7 @@ def test_generation_config_says_where_text_ends(folder):
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"quantization_config": ["awq"]}, "awq"),
     ],
 )
 def test_unsupported_features_are_named(folder, fields, message):
@@ -106,13 +107,17 @@ def test_unsupported_features_are_named(folder, fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_size": "64"}, "hidden_size must be a positive whole number"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number from 1"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"tie_word_embeddings": 1}, "true or false"),
         ({"eos_token_id": "x"}, "token ids"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),
         ({"num_hidden_layers": 3}, "9 tensors are missing"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers must be a whole number from 1 to 10000"),
+        ({"head_dim": 10**9}, "even head width"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"rope_parameters": {"rope_theta": 1e300}}, "theta"),
     ],
 )
 def test_damaged_configurations_are_named(folder, fields, message):
@@ -130,6 +135,12 @@ def test_qwen_layer_types(tmp_path):
     assert load(tmp_path).config.layer_windows == (None, None)
     edit_config(tmp_path, layer_types=["full_attention", "chunked_attention"])
     with pytest.raises(UnsupportedError, match="chunked_attention"):
+        load(tmp_path)
+    edit_config(tmp_path, layer_types=["full_attention", []])
+    with pytest.raises(UnsupportedError, match="layer type"):
+        load(tmp_path)
+    edit_config(tmp_path, layer_types=None, max_window_layers="all")
+    with pytest.raises(CheckpointError, match="max_window_layers"):
         load(tmp_path)
 
 
@@ -151,6 +162,15 @@ def test_unsupported_gguf_features_are_named(extra, message, tmp_path):
     path = tmp_path / "model.gguf"
     write_gguf(path, make_model("llama", "gqa"), F32, extra)
     with pytest.raises(UnsupportedError, match=message):
+        load(path)
+
+
+def test_an_absurd_number_of_layers_is_refused(tmp_path):
+    path = tmp_path / "model.gguf"
+    model = make_model("llama", "gqa")
+    model.config.num_hidden_layers = 4_000_000_000
+    write_gguf(path, model, F32)
+    with pytest.raises(CheckpointError, match="block_count must be a whole number from 1 to 10000"):
         load(path)
 
 

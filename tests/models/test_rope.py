@@ -65,3 +65,12 @@ def test_unknown_scaling_is_named_with_the_alternatives(kind):
 def test_missing_or_impossible_values(scaling):
     with pytest.raises(CheckpointError, match="factor"):
         make_rope(64, 1e4, scaling, 128)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["factor", "original_max_position_embeddings", "beta_fast", "attention_factor"])
+@pytest.mark.parametrize("value", [0, -1, 5e-324, 1e308, 10**400, float("nan"), True, "x", []])
+def test_absurd_scalings_are_named(name, value):
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, name: value}
+    with pytest.raises(CheckpointError, match=name):
+        make_rope(64, 10000.0, scaling, 4096)

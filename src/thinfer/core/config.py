@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# No model comes near these; a file that claims more is corrupt, and its lists of layers would fill memory.
+MAX_LAYERS = 10_000
+MAX_HEAD_DIM = 1 << 16
+MAX_SIZE = (1 << 31) - 1
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:

@@ -90,5 +90,5 @@ class ThresholdSelector:
                 prefill=bool(section["prefill"]),
                 rates={str(site): float(rate) for site, rate in section.get("rates", {}).items()},
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
             raise ArtifactError(f"selector section of the artifact is damaged: {error!r}; calibrate again") from error

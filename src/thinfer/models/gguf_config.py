@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from thinfer.core.config import ModelConfig, Rope
+from thinfer.core.config import MAX_LAYERS, MAX_SIZE, ModelConfig, Rope
 from thinfer.errors import CheckpointError, UnsupportedError
 from thinfer.formats.checkpoint import Checkpoint
 from thinfer.models.rope import make_rope
@@ -33,17 +33,19 @@ class Keys:
             raise CheckpointError(f"GGUF key {key} must be one number, not {value!r}")
         return float(value)
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
+    def integer(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """A whole number from 1 to `most`."""
         value = self.number(name, default)
-        if value < 1 or value != int(value):
-            raise CheckpointError(f"GGUF key {self.arch}.{name} must be a positive whole number, not {value}")
+        if not 1 <= value <= most or value != int(value):
+            raise CheckpointError(f"GGUF key {self.arch}.{name} must be a whole number from 1 to {most}, not {value:g}")
         return int(value)
 
     def token(self, name: str) -> int | None:
         """The token id of tokenizer.ggml.{name}, or None."""
         value = self.metadata.get(f"tokenizer.ggml.{name}")
-        return None if value is None else int(str(value))
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise CheckpointError(f"GGUF key tokenizer.ggml.{name} must be a token id, not {value!r}")
+        return value
 
 
 def config_from_gguf(checkpoint: Checkpoint, **given: Any) -> ModelConfig:
@@ -68,9 +70,9 @@ def config_from_gguf(checkpoint: Checkpoint, **given: Any) -> ModelConfig:
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError("tensor token_embd.weight is missing")
-    layers = keys.integer("block_count")
+    layers = keys.integer("block_count", most=MAX_LAYERS)
     max_positions = keys.integer("context_length")
-    window = int(keys.number("attention.sliding_window", 0)) or None
+    window = keys.integer("attention.sliding_window") if keys.number("attention.sliding_window", 0) else None
     ends = [keys.token(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
     built: dict[str, Any] = {
         "model_type": keys.arch,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from thinfer.core.config import ModelConfig, Rope
+from thinfer.core.config import MAX_LAYERS, MAX_SIZE, ModelConfig, Rope
 from thinfer.errors import CheckpointError, UnsupportedError
 from thinfer.kernels.gated_act import ACTS
 from thinfer.models.rope import make_rope
@@ -18,27 +19,31 @@ class Fields:
         self.values = values
         self.where = where
 
-    def integer(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1; `default` where the field is absent or null."""
-        value = self.optional_integer(name, default)
+    def integer(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """A whole number from 1 to `most`; `default` where the field is absent or null."""
+        value = self.optional_integer(name, default, most)
         if value is None:
             raise CheckpointError(f"{self.where}: {name} is missing")
         return value
 
-    def optional_integer(self, name: str, default: int | None = None) -> int | None:
-        """A whole number of at least 1, or `default`."""
+    def layers(self) -> int:
+        """num_hidden_layers."""
+        return self.integer("num_hidden_layers", most=MAX_LAYERS)
+
+    def optional_integer(self, name: str, default: int | None = None, most: int = MAX_SIZE) -> int | None:
+        """A whole number from 1 to `most`, or `default`."""
         value = self.values.get(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise CheckpointError(f"{self.where}: {name} must be a positive whole number, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise CheckpointError(f"{self.where}: {name} must be a whole number from 1 to {most}, not {value!r}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive number."""
+        """A positive, finite number."""
         value = self.values.get(name)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
             raise CheckpointError(f"{self.where}: {name} must be a positive number, not {value!r}")
         return float(value)
 
@@ -70,8 +75,9 @@ def config_from_hf(values: Mapping[str, Any], **given: Any) -> ModelConfig:
     Raises CheckpointError for missing or impossible values, UnsupportedError for features that are not built.
     """
     fields = Fields(values, "config.json")
-    if values.get("quantization_config") is not None:
-        method = Fields(values["quantization_config"], "quantization_config").values.get("quant_method")
+    quantised = values.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise UnsupportedError(
             f"config.json: weights quantised by {method!r} are not supported; use the float checkpoint or a GGUF file"
         )
@@ -82,7 +88,7 @@ def config_from_hf(values: Mapping[str, Any], **given: Any) -> ModelConfig:
         raise CheckpointError(f"config.json: {heads} attention heads are not a multiple of {kv_heads} key-value heads")
     head_dim = fields.integer("head_dim", hidden // heads)
     max_positions = fields.integer("max_position_embeddings", 2048)
-    layers = fields.integer("num_hidden_layers")
+    layers = fields.layers()
     act = check_act(values.get("hidden_act", "silu"))
     bos = fields.ids("bos_token_id")
     built: dict[str, Any] = {
@@ -133,16 +139,18 @@ def upper_windows(values: Mapping[str, Any]) -> dict[str, Any]:
     Returns the fields sliding_window and layer_windows of a ModelConfig.
     """
     fields = Fields(values, "config.json")
-    layers = fields.integer("num_hidden_layers")
+    layers = fields.layers()
     window = fields.optional_integer("sliding_window", 4096) if fields.flag("use_sliding_window") else None
     types = values.get("layer_types")
     if types is None:
         first = values.get("max_window_layers", 28)
+        if isinstance(first, bool) or not isinstance(first, int):
+            raise CheckpointError(f"config.json: max_window_layers must be a whole number, not {first!r}")
         types = ["full_attention" if i < first else "sliding_attention" for i in range(layers)]
     known = {"full_attention": None, "sliding_attention": window}
     if not isinstance(types, list) or len(types) != layers:
         raise CheckpointError(f"config.json: layer_types must be a list of {layers} entries")
-    unknown = sorted({str(kind) for kind in types if kind not in known})
+    unknown = sorted({str(kind) for kind in types if not isinstance(kind, str) or kind not in known})
     if unknown:
         raise UnsupportedError(
             f"config.json: layer type {unknown[0]!r} is not supported; supported: {', '.join(known)}"

@@ -23,7 +23,7 @@ INTERLEAVED_GGUF = True
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
     """The configuration of a config.json with model_type llama or mistral."""
     fields = hf_config.Fields(values, "config.json")
-    layers = fields.integer("num_hidden_layers")
+    layers = fields.layers()
     window = fields.optional_integer("sliding_window") if values.get("model_type") == "mistral" else None
     bias = fields.flag("attention_bias")
     return hf_config.config_from_hf(

@@ -9,12 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thinfer.core.config import Rope
+from thinfer.core.config import MAX_HEAD_DIM, Rope
 from thinfer.errors import CheckpointError, UnsupportedError
 
 Float32 = NDArray[np.float32]
 
 SCALINGS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+# Inside these no formula below overflows or divides by zero, and every real model is far inside.
+_LEAST, _MOST = 1e-6, 1e12
+_MOST_THETA = float(np.finfo(np.float32).max)
 
 
 def make_rope(head_dim: int, theta: float, scaling: Mapping[str, Any], max_positions: int) -> Rope:
@@ -28,8 +32,10 @@ def make_rope(head_dim: int, theta: float, scaling: Mapping[str, Any], max_posit
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in SCALINGS:
         raise UnsupportedError(f"rope scaling {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
-    if head_dim % 2 or not theta > 1:
-        raise CheckpointError(f"rope needs an even head width and theta above 1, not {head_dim} and {theta}")
+    if head_dim % 2 or head_dim > MAX_HEAD_DIM:
+        raise CheckpointError(f"rope needs an even head width of at most {MAX_HEAD_DIM}, not {head_dim}")
+    if not 1 < theta <= _MOST_THETA:
+        raise CheckpointError(f"rope needs a theta above 1 that fits a float32, not {theta}")
     inv_freq = default_frequencies(head_dim, theta)
     factor = 1.0
     if kind == "linear":
@@ -51,8 +57,8 @@ def default_frequencies(head_dim: int, theta: float) -> Float32:
 def _positive(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = scaling.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise CheckpointError(f"rope scaling: {key} must be a positive number, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _LEAST <= value <= _MOST:
+        raise CheckpointError(f"rope scaling: {key} must be a positive number of usual size, not {value!r}")
     return float(value)
 
 
@@ -74,12 +80,12 @@ def _yarn(inv_freq: Float32, theta: float, scaling: Mapping[str, Any], max_posit
     """Frequencies that turn often inside the trained context are kept, the others interpolated; arxiv 2309.00071."""
     context = _positive(scaling, "original_max_position_embeddings", max_positions)
     factor = _positive(scaling, "factor", max_positions / context)
-    attention_factor = scaling.get("attention_factor")
-    if attention_factor is None:
-        mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        attention_factor = (
-            _magnitude(factor, mscale) / _magnitude(factor, all_dim) if mscale and all_dim else _magnitude(factor)
-        )
+    attention_factor = _magnitude(factor)
+    if scaling.get("attention_factor") is not None:
+        attention_factor = _positive(scaling, "attention_factor")
+    elif scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        mscale, all_dim = _positive(scaling, "mscale"), _positive(scaling, "mscale_all_dim")
+        attention_factor = _magnitude(factor, mscale) / _magnitude(factor, all_dim)
     width = 2 * len(inv_freq)
     low = _dimension(_positive(scaling, "beta_fast", 32.0), width, theta, context)
     high = _dimension(_positive(scaling, "beta_slow", 1.0), width, theta, context)
@@ -90,7 +96,7 @@ def _yarn(inv_freq: Float32, theta: float, scaling: Mapping[str, Any], max_posit
     span = high - low if high != low else 0.001
     ramp = np.clip((np.arange(len(inv_freq), dtype=np.float32) - np.float32(low)) / np.float32(span), 0, 1)
     blended = inv_freq / np.float32(factor) * ramp + inv_freq * (1 - ramp)
-    return blended.astype(np.float32), float(attention_factor)
+    return blended.astype(np.float32), attention_factor
 
 
 def _magnitude(factor: float, mscale: float = 1.0) -> float:
