@@ -4,6 +4,7 @@ import json
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from thinfer.core.artifact import Artifact
@@ -12,6 +13,7 @@ from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.llm import LLM, sampling_defaults
 from thinfer.errors import ArtifactError, CheckpointError, ResourceError, UsageError
 from thinfer.formats.checkpoint import open_checkpoint
+from thinfer.text.stream import StreamDecoder
 from tiny_llama import write_tiny_llama
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -145,6 +147,64 @@ def test_counts_of_prompts_and_parameters_must_agree(llm):
     assert llm.generate([], GREEDY) == []
 
 
+def test_threads_may_share_a_model(tiny_folder):
+    with LLM(tiny_folder) as llm:
+        alone = [llm.generate(prompt, SEEDED).token_ids for prompt in PROMPTS]
+        got = {}
+
+        def work(index):
+            got[index] = [llm.generate(PROMPTS[index], SEEDED).token_ids for _ in range(4)]
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(len(PROMPTS))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert got == {index: [ids] * 4 for index, ids in enumerate(alone)}
+        assert llm.engine.pool.num_free == llm.engine.pool.layout.num_blocks
+
+
+@pytest.mark.parametrize("executor", ["auto", "reference"])
+def test_a_closed_model_says_so(tiny_folder, executor):
+    llm = LLM(tiny_folder, executor=executor)
+    stream = llm.stream("abc", GREEDY)
+    next(stream)
+    llm.close()
+    llm.close()
+    for ask in (lambda: next(stream), lambda: llm.generate("abc", GREEDY), llm.describe, llm.engine.usage):
+        with pytest.raises(UsageError, match="closed"):
+            ask()
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"abc", [1.5], [None], ["a", None], {"a": 1}, "\ud800"], ids=repr)
+def test_what_is_no_prompt_is_refused(llm, prompt):
+    with pytest.raises(UsageError, match=r"prompt|Unicode"):
+        llm.generate(prompt, GREEDY)
+
+
+@pytest.mark.parametrize("params", ["greedy", 5, {"temperature": 0}, [None]], ids=repr)
+def test_what_are_no_parameters_are_refused(llm, params):
+    for ask in (llm.generate, llm.stream):
+        with pytest.raises(UsageError, match="SamplingParams"):
+            ask("abc", params)
+
+
+def test_ids_of_numpy_are_a_prompt(llm):
+    ids = llm.encode("abc")
+    assert llm.generate(np.array(ids), GREEDY).token_ids == llm.generate(ids, GREEDY).token_ids
+
+
+def test_a_failing_sink_frees_its_blocks(llm, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("sink")
+
+    monkeypatch.setattr(StreamDecoder, "push", fail)
+    monkeypatch.setattr(StreamDecoder, "finish", fail)
+    with pytest.raises(RuntimeError, match="sink"):
+        llm.generate("abc", GREEDY)
+    assert llm.engine.pool.num_free == llm.engine.pool.layout.num_blocks
+
+
 def test_chat_renders_the_model_s_template(llm):
     messages = [{"role": "user", "content": "Hi <|assistant|>"}]
     ids = llm.chat_prompt(messages)
@@ -169,6 +229,8 @@ def test_generation_config_comes_before_neutral_defaults(tmp_path):
     assert sampling_defaults({}) == SamplingParams()
     with pytest.raises(CheckpointError, match="top_p"):
         sampling_defaults({"top_p": "high"})
+    with pytest.raises(CheckpointError, match="top_k must be"):
+        sampling_defaults({"top_k": 1.5})
 
 
 def save_thresholds(folder, model, base, fingerprint=None):

@@ -67,3 +67,11 @@ def test_prompts_together_equal_each_alone(tiny_folder):
     with LLM(tiny_folder, chunk=16) as llm:
         together = llm.generate(prompts, params)
         assert [o.token_ids for o in together] == [llm.generate(p, params).token_ids for p in prompts]
+
+
+@pytest.mark.parametrize("options", [{}, {"weights": "f16"}, {"activations": "f32"}, {"weights": "q8"}])
+def test_bytes_are_counted_for_every_codec(tiny_model, options):
+    with Engine(tiny_model, EngineOptions(threads=2, **options)) as engine:
+        engine.step([Work(engine.new_sequence(), IDS[:1])])
+        packed = sum(linear.nbytes for linear in engine.executor.linears)
+        assert 0.9 * packed < engine.usage().bytes_per_token <= packed

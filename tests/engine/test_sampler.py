@@ -25,6 +25,14 @@ def test_temperature_follows_softmax():
     assert np.abs(draw(logits, temperature=0.5) - expected).max() < 0.03
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("cut", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_extreme_temperatures_are_greedy_or_uniform(cut):
+    logits = np.array([0.0, 3.0, -np.inf, 2.0], np.float32)
+    assert set(np.flatnonzero(draw(logits, 50, temperature=1e-300, **cut))) == {1}
+    assert 2 not in np.flatnonzero(draw(logits, 50, temperature=1e300, **cut))
+
+
 def test_top_k_keeps_the_largest_and_ties_at_the_border():
     logits = np.array([1.0, 5.0, 4.0, 4.0, 0.0], np.float32)
     assert set(np.flatnonzero(draw(logits, 500, top_k=2))) == {1, 2, 3}

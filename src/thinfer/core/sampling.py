@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
 
 from thinfer.errors import UsageError
 
@@ -34,27 +36,36 @@ class SamplingParams:
     min_tokens: int = 0
 
     def __post_init__(self) -> None:
-        stop: object = self.stop
+        stop: Any = self.stop
         if isinstance(stop, str):
             raise UsageError("stop must be a tuple of strings, not one string")
-        object.__setattr__(self, "stop", tuple(self.stop))
+        stop = tuple(stop)
+        object.__setattr__(self, "stop", stop)
         checks = (
-            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "0 or more"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
+            ("top_k", _whole(self.top_k) and self.top_k >= 0, "0 (off) or a whole number above"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            (
-                "repetition_penalty",
-                math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0,
-                "above 0",
-            ),
+            ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "between 1e-6 and 1e6"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("stop", all(self.stop), "made of strings that are not empty"),
-            ("seed", self.seed is None or 0 <= self.seed < 2**64, "between 0 and 2**64 - 1"),
-            ("max_tokens", self.max_tokens >= 1, "1 or more"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
+            ("stop", all(isinstance(text, str) and text for text in stop), "made of strings that are not empty"),
+            (
+                "seed",
+                self.seed is None or (_whole(self.seed) and 0 <= self.seed < 2**64),
+                "a whole number between 0 and 2**64 - 1",
+            ),
+            ("max_tokens", _whole(self.max_tokens) and self.max_tokens >= 1, "a whole number of 1 or more"),
+            (
+                "min_tokens",
+                _whole(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+                "between 0 and max_tokens",
+            ),
         )
         for name, good, expected in checks:
             if not good:
                 raise UsageError(f"{name} must be {expected}, not {getattr(self, name)!r}")
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -1,5 +1,6 @@
 """The KV pool: which block of positions belongs to which sequence. The keys and values live in the executors."""
 
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -42,7 +43,7 @@ class KvPool:
     """Free list, reference counts and modes of the KV blocks.
 
     A block is "sparse" once any of its rows was written under thresholds; only then may it differ from what a dense
-    run would have written. Counts allow several sequences to hold one block.
+    run would have written. Counts allow several sequences to hold one block. Threads may reserve and release at once.
 
     Example:
         >>> pool = KvPool(KvLayout(num_blocks=2))
@@ -54,6 +55,8 @@ class KvPool:
 
     def __init__(self, layout: KvLayout) -> None:
         self.layout = layout
+        # Reentrant: the collector may drop an abandoned stream, which releases, in the middle of a call.
+        self._lock = threading.RLock()
         # Taken from the end: a block that was just freed is used again first, so untouched memory stays uncommitted.
         self._free = list(range(layout.num_blocks - 1, -1, -1))
         self._holders = [0] * layout.num_blocks
@@ -70,34 +73,37 @@ class KvPool:
 
     def reserve(self, sequence: Sequence, length: int) -> None:
         """Give the sequence blocks for ``length`` positions; too few free blocks raise ResourceError, none is taken."""
-        missing = self.blocks_for(length) - len(sequence.blocks)
-        if missing > len(self._free):
-            size = self.layout.block_size
-            short = (missing - len(self._free)) * size
-            raise ResourceError(
-                f"the KV cache needs {missing} more blocks of {size} tokens and has {len(self._free)} free of "
-                f"{self.layout.num_blocks}; raise kv_tokens to at least {self.layout.num_blocks * size + short} "
-                f"or run fewer sequences together"
-            )
-        for _ in range(missing):
-            block = self._free.pop()
-            self._holders[block] = 1
-            self._modes[block] = "dense"
-            sequence.blocks.append(block)
+        with self._lock:
+            missing = self.blocks_for(length) - len(sequence.blocks)
+            if missing > len(self._free):
+                size = self.layout.block_size
+                short = (missing - len(self._free)) * size
+                raise ResourceError(
+                    f"the KV cache needs {missing} more blocks of {size} tokens and has {len(self._free)} free of "
+                    f"{self.layout.num_blocks}; raise kv_tokens to at least {self.layout.num_blocks * size + short} "
+                    f"or run fewer sequences together"
+                )
+            for _ in range(missing):
+                block = self._free.pop()
+                self._holders[block] = 1
+                self._modes[block] = "dense"
+                sequence.blocks.append(block)
 
     def share(self, blocks: Iterable[int]) -> None:
         """Count one more holder of each block."""
-        for block in blocks:
-            self._holders[block] += 1
+        with self._lock:
+            for block in blocks:
+                self._holders[block] += 1
 
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; those that others hold stay theirs."""
-        for block in reversed(sequence.blocks):
-            self._holders[block] -= 1
-            if self._holders[block] == 0:
-                self._free.append(block)
-        sequence.blocks.clear()
-        sequence.ids.clear()
+        with self._lock:
+            for block in reversed(sequence.blocks):
+                self._holders[block] -= 1
+                if self._holders[block] == 0:
+                    self._free.append(block)
+            sequence.blocks.clear()
+            sequence.ids.clear()
 
     def mark_sparse(self, sequence: Sequence, first: int, last: int) -> None:
         """Remember that positions ``first`` to ``last - 1`` (if any) were written under thresholds."""

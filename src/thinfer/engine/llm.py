@@ -1,6 +1,7 @@
 """LLM: prompts in, text out. The Python interface of thinfer."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, overload
 
@@ -25,7 +26,8 @@ class LLM:
     """A model ready to generate.
 
     Thresholds in a thinfer folder, or beside the model, act at decode unless ``sparsity=False``; those made for other
-    weights raise ArtifactError. Use it as a context manager, or call `close`, to give the memory back.
+    weights raise ArtifactError. Use it as a context manager, or call `close`, to give the memory back. Threads may
+    share a model: their steps take turns, and none changes what another gets.
 
     Attributes:
         engine: steps, counters, `describe`.
@@ -72,7 +74,20 @@ class LLM:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, with the model's begin token; ids stay as they are."""
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        given: Any = prompt
+        if isinstance(given, bytes | bytearray):
+            raise UsageError("a prompt is text or token ids, not bytes; decode them first")
+        try:
+            ids: list[Any] = list(given)
+        except TypeError:
+            ids = [None]
+        if not all(isinstance(token, Integral) for token in ids):
+            raise UsageError(
+                f"a prompt is text or a sequence of token ids, not {type(prompt).__name__}: {prompt!r:.60}"
+            )
+        return [int(token) for token in ids]
 
     @overload
     def generate(
@@ -108,8 +123,8 @@ class LLM:
         Raises:
             ResourceError: a prompt does not fit the context; it is never cut.
         """
-        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-        items: list[Any] = [prompts] if single else list(prompts)
+        several = isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], Integral))
+        items: list[Any] = list(prompts) if several else [prompts]
         each = self._params_for(params, len(items))
         scheduler = self._scheduler()
         requests: list[Request] = []
@@ -122,7 +137,7 @@ class LLM:
             for request in requests:
                 scheduler.cancel(request)
         outputs = [_output(request) for request in requests]
-        return outputs[0] if single else outputs
+        return outputs if several else outputs[0]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, cancel: Cancel | None = None
@@ -133,7 +148,8 @@ class LLM:
         ends the request.
         """
         scheduler = self._scheduler()
-        request = scheduler.add(self.encode(prompt), params or self.default_params)
+        (settings,) = self._params_for(params, 1)
+        request = scheduler.add(self.encode(prompt), settings)
         return self._stream(scheduler, request, cancel)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -177,6 +193,10 @@ class LLM:
     ) -> Sequence[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.default_params] * count
+        given: Sequence[object] = params if isinstance(params, list | tuple) else [params]
+        wrong = [each for each in given if not isinstance(each, SamplingParams)]
+        if wrong:
+            raise UsageError(f"params must be SamplingParams, not {wrong[0]!r:.60}")
         if len(params) != count:
             raise UsageError(f"{len(params)} sampling parameters for {count} prompts; give one for all or one each")
         return params
@@ -229,7 +249,10 @@ def sampling_defaults(generation_config: Mapping[str, object]) -> SamplingParams
         given[name] = value
     if generation_config.get("do_sample") is False:
         given["temperature"] = 0.0
-    return SamplingParams(**given)
+    try:
+        return SamplingParams(**given)
+    except UsageError as error:
+        raise CheckpointError(f"generation_config.json: {error}; correct or remove it") from error
 
 
 def _output(request: Request) -> RequestOutput:

@@ -93,7 +93,7 @@ class _Piece:
 
 
 class Engine:
-    """A loaded model with its KV pool and executor.
+    """A loaded model with its KV pool and executor. Threads may share it: one step runs at a time, the others wait.
 
     Example:
         >>> engine = Engine(model)  # doctest: +SKIP
@@ -132,6 +132,8 @@ class Engine:
         self._logit_rows = self.options.logit_rows(model.config)
         self._rows = 0
         self._closed = False
+        # The executor has one set of buffers; reentrant, because what a step calls back may ask the engine.
+        self._lock = threading.RLock()
         self._selector = selector
 
     @property
@@ -145,8 +147,10 @@ class Engine:
 
     @selector.setter
     def selector(self, selector: ThresholdSelector | None) -> None:
-        self.executor.set_selector(selector)
-        self._selector = selector
+        with self._lock:
+            self._check_open()
+            self.executor.set_selector(selector)
+            self._selector = selector
 
     def new_sequence(self) -> Sequence:
         """An empty sequence; give it back with `free`."""
@@ -178,8 +182,20 @@ class Engine:
 
         Raises:
             ResourceError: a sequence would grow beyond max_model_len, or the KV pool is full; nothing was run.
-            UsageError: no tokens, a token outside the vocabulary, or one sequence twice; nothing was run.
+            UsageError: no tokens, a token outside the vocabulary, one sequence twice, or the engine is closed; nothing
+                was run.
         """
+        with self._lock:
+            return self._step(works, on_logits, observe, cancel)
+
+    def _step(
+        self,
+        works: Items[Work],
+        on_logits: OnLogits | None,
+        observe: ObserveBatch | None,
+        cancel: Cancel | None,
+    ) -> list[Float32]:
+        self._check_open()
         self._check(works)
         for work in works:
             self.pool.reserve(work.sequence, work.sequence.length + len(work.tokens))
@@ -213,15 +229,20 @@ class Engine:
         widths = {
             str(node.attrs["kind"]): self.graph.buffers[node.output] for node in self.graph.nodes if node.op == "linear"
         }
-        return Usage(self._rows, self.executor.counters(), widths)
+        with self._lock:
+            self._check_open()
+            return Usage(self._rows, self.executor.counters(), widths)
 
     def reset_usage(self) -> None:
         """Start counting anew."""
-        self._rows = 0
-        self.executor.reset_counters()
+        with self._lock:
+            self._check_open()
+            self._rows = 0
+            self.executor.reset_counters()
 
     def describe(self) -> list[str]:
         """Lines for start-up: what was chosen, what it costs, what was ignored."""
+        self._check_open()
         config, layout = self.config, self.pool.layout
         tokens = layout.num_blocks * layout.block_size
         size = 2 if layout.type == "f16" else 4
@@ -244,16 +265,21 @@ class Engine:
         return [*lines, *self._notes, *self.executor.describe()]
 
     def close(self) -> None:
-        """Release the executor's memory and threads; a second call does nothing."""
-        if not self._closed:
-            self._closed = True
-            self.executor.close()
+        """Release the executor's memory and threads once no step runs; a second call does nothing."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.executor.close()
 
     def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the model is closed; open it again with LLM(...)")
 
     def _check(self, works: Items[Work]) -> None:
         seen: set[int] = set()

@@ -23,6 +23,8 @@ from thinfer.errors import CheckFailed
 
 Float32 = NDArray[np.float32]
 _BLOCK = 128
+# Outside these the distribution no longer changes, and float32 would overflow or divide zero by zero.
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-20, 1e20
 
 
 class Sampler:
@@ -126,7 +128,7 @@ class Sampler:
 def _weights(scores: Float32, top: np.float32, temperature: float) -> Float32:
     """Probabilities relative to the largest one, which has weight 1."""
     weights: Float32 = scores - top
-    weights /= np.float32(temperature)
+    weights /= np.float32(min(max(temperature, _LEAST_TEMPERATURE), _MOST_TEMPERATURE))
     np.exp(weights, out=weights)
     return weights
 

@@ -136,8 +136,10 @@ class Scheduler:
         """End a request now and free its blocks; a finished one keeps its reason."""
         text = ""
         if request.finish_reason is None:
-            text = request.sink.finish()
-            self._end(request, "cancelled")
+            try:
+                text = request.sink.finish()
+            finally:
+                self._end(request, "cancelled")
             request.text += text
         return StreamChunk(text, (), request.finish_reason, request.timings)
 

@@ -99,6 +99,9 @@ class Tokenizer:
         Returns:
             The ids.
 
+        Raises:
+            UsageError: Not a string, or one with lone surrogates (bytes that were no UTF-8).
+
         Example:
             >>> tokenizer.encode("<|im_end|>", parse_special=True)  # doctest: +SKIP
             [2]
@@ -164,7 +167,12 @@ class Tokenizer:
         # The switch is state of the shared object, so two threads must not interleave here.
         with self._lock:
             self._backend.encode_special_tokens = specials_are_text
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            try:
+                ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            except TypeError as error:
+                raise UsageError(
+                    "the text is not a string of valid Unicode; was it read from a file or a pipe that is not UTF-8?"
+                ) from error
         return ids
 
     def _broken(self, text: str) -> list[str]:
