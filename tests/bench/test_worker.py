@@ -40,6 +40,21 @@ def test_an_error_of_ours_keeps_its_exit_code(tmp_path):
         assert caught.value.exit_code == 4
 
 
+@pytest.mark.parametrize("line", ["no json", "5", '["error"]'])
+def test_an_answer_that_is_none(tmp_path, line):
+    with (
+        scripted(tmp_path, f"input()\nprint({line!r})\n") as worker,
+        pytest.raises(PeerError, match="unexpected answer"),
+    ):
+        worker.load({"model": "x"})
+
+
+def test_a_test_longer_than_the_context_is_refused_at_once(tiny_folder):
+    with Worker.ours() as worker, pytest.raises(ThinferError, match="lower -p or -n") as caught:
+        worker.load({"model": str(tiny_folder), "executor": "reference", "text_tokens": 513})
+    assert caught.value.exit_code == 7
+
+
 def test_a_command_that_is_not_there(tmp_path):
     with pytest.raises(PeerError, match="cannot start"):
         Worker([str(tmp_path / "absent")], "peer")

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from thinfer.calibration.text import read_documents, token_windows
-from thinfer.errors import CheckpointError, UsageError
+from thinfer.errors import UsageError
 
 
 def encode(text):
@@ -45,11 +45,11 @@ def test_bad_files_say_where(tmp_path):
     bad.write_text("\n")
     with pytest.raises(UsageError, match="holds no text"):
         read_documents(bad)
-    with pytest.raises(CheckpointError, match="No such file"):
+    with pytest.raises(UsageError, match="No such file"):
         read_documents(tmp_path / "absent.txt")
     binary = tmp_path / "b.txt"
     binary.write_bytes(b"ab\xff")
-    with pytest.raises(CheckpointError, match="byte 2"):
+    with pytest.raises(UsageError, match="byte 2"):
         read_documents(binary)
 
 

@@ -1,6 +1,8 @@
 """Every verb from end to end on a tiny model, with the executor that needs no native part."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -177,3 +179,43 @@ def test_info_of_a_model(folder):
     assert any("sparsity" in line for line in model["plan"])
     text = invoke("info", "-m", folder, *PLAIN).stdout
     assert "model.layers.0.mlp.up_proj.weight" in text
+
+
+def test_an_unknown_instruction_set_is_a_usage_error(monkeypatch):
+    pytest.importorskip("thinfer._core")
+    monkeypatch.setenv("THINFER_ISA", "foo")
+    result = invoke("info")
+    assert result.exit_code == 2
+    assert "'foo' is unknown" in result.stderr
+
+
+def test_text_that_is_not_utf8_is_a_usage_error(folder, tmp_path):
+    result = CliRunner().invoke(app, ["run", "-m", folder, "-q", *PLAIN], input=b"\xff\xfe", prog_name="thinfer")
+    assert result.exit_code == 2
+    assert "UTF-8" in result.stderr
+    template = tmp_path / "template.jinja"
+    template.write_bytes(b"\xff")
+    result = invoke("run", "-m", folder, "-p", "a", "--chat", "--chat-template", str(template), *PLAIN)
+    assert result.exit_code == 2
+    assert "not UTF-8 at byte 0" in result.stderr
+
+
+def test_closed_standard_streams_are_no_crash(folder):
+    for closed in ("<&-", ">&-"):
+        words = [sys.executable, "-m", "thinfer", "run", folder, "-q", "-n", "2", *PLAIN]
+        done = subprocess.run(
+            ["sh", "-c", f'exec "$@" {closed}', "sh", *words], capture_output=True, text=True, check=False
+        )
+        assert "internal error" not in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_calibrate_refuses_a_file_as_its_folder_at_once(folder, tmp_path):
+    (tmp_path / "file").touch()
+    result = invoke("calibrate", folder, "-o", str(tmp_path / "file"), "--sparsity", "0.4", *PLAIN)
+    assert result.exit_code == 2
+    assert "a file, not a folder" in result.stderr
+
+
+def test_too_many_threads_are_a_usage_error(folder):
+    assert invoke("run", "-m", folder, "-p", "a", "-t", "5000").exit_code == 2

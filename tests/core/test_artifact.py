@@ -4,8 +4,8 @@ import os
 import numpy as np
 import pytest
 
-from thinfer.core.artifact import JSON_NAME, TENSORS_NAME, Artifact
-from thinfer.errors import ArtifactError
+from thinfer.core.artifact import JSON_NAME, TENSORS_NAME, Artifact, require_writable
+from thinfer.errors import ArtifactError, UsageError
 
 
 @pytest.fixture
@@ -86,3 +86,16 @@ def test_a_failed_write_leaves_the_old_artifact(written, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         Artifact("x", "y").save(folder)
     assert {name: (folder / name).read_bytes() for name in os.listdir(folder)} == before
+
+
+def test_where_nothing_can_be_written_is_known_before(tmp_path, monkeypatch):
+    require_writable(tmp_path / "new" / "folder")
+    assert not (tmp_path / "new").exists()
+    file = tmp_path / "file"
+    file.touch()
+    for place in (file, file / "below"):
+        with pytest.raises(UsageError, match="a file, not a folder"):
+            require_writable(place)
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UsageError, match="no permission"):
+        require_writable(tmp_path / "new")

@@ -116,3 +116,8 @@ def test_folders_and_other_files(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x")
         with pytest.raises(UnsupportedError, match="name the model's folder"):
             open_checkpoint(tmp_path / name)
+
+
+def test_a_name_that_the_system_refuses_is_one_error() -> None:
+    with pytest.raises(CheckpointError, match="File name too long"):
+        open_checkpoint("x" * 5000)

@@ -12,7 +12,7 @@ from thinfer.activation.scores import BLOCK_KINDS, Float32, Method, block_sites,
 from thinfer.activation.search import Rates, RateSearch, Trial
 from thinfer.calibration.observer import ScoreHistogram, ScoreObserver
 from thinfer.calibration.text import TokenWindows, token_windows
-from thinfer.core.artifact import Artifact
+from thinfer.core.artifact import Artifact, require_writable
 from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.llm import LLM
 from thinfer.engine.runtime import Engine, Work
@@ -108,6 +108,7 @@ def calibrate(
     known = {field.name for field in fields(CalibrationOptions)}
     settings = CalibrationOptions(**{name: given.pop(name) for name in list(given) if name in known})
     tell = progress or (lambda line: None)
+    require_writable(out)
     with LLM(model, sparsity=False, **({"max_model_len": settings.seq_len} | given)) as llm:
         windows = token_windows(
             lambda part: llm.tokenizer.encode(part, add_special=False),

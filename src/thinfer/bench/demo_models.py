@@ -72,8 +72,11 @@ def fetch(name: str, progress: Callable[[str], None] = lambda _: None) -> Path:
         if _sha256(target) == model.sha256:
             return target
         raise CheckpointError(f"{target}: its SHA-256 is not {model.sha256[:12]}...; delete it and run the demo again")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name + ".")
+    except OSError as error:
+        raise UsageError(f"{target.parent}: {error.strerror}; THINFER_CACHE names another folder") from error
     try:
         digest = hashlib.sha256()
         with os.fdopen(handle, "wb") as file:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from thinfer.bench.worker import peak_rss_bytes
 from thinfer.data import evaluation_text
-from thinfer.errors import ThinferError, UnsupportedError
+from thinfer.errors import ResourceError, ThinferError, UnsupportedError
 
 if TYPE_CHECKING:
     from thinfer import LLM
@@ -24,6 +24,11 @@ def load(request: dict[str, Any]) -> tuple["LLM", dict[str, Any]]:
 
     options = {name: value for name, value in request.items() if name not in ("do", "model", "text_tokens")}
     llm = LLM(request["model"], **options)
+    if request["text_tokens"] > llm.engine.max_model_len:
+        raise ResourceError(
+            f"the longest test takes {request['text_tokens']} tokens and the context holds {llm.engine.max_model_len}; "
+            f"lower -p or -n, or raise --max-model-len (the model allows {llm.config.max_position_embeddings})"
+        )
     ids = llm.tokenizer.encode(evaluation_text(), add_special=False)
     facts = {
         "backend": backend(llm),

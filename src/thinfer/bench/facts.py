@@ -14,21 +14,29 @@ import thinfer
 from thinfer import kernels
 from thinfer.bench.machine import commit, cpu
 from thinfer.engine.cores import usable_cores
+from thinfer.errors import UsageError
 
 _READ_BYTES = 1 << 28
 
 
-def machine_facts(threads: int | None) -> dict[str, Any]:
+def machine_facts(threads: int | None, isa: str | None = None) -> dict[str, Any]:
     """Version, processor, instruction sets (best first one that is used), threads, and measured read bandwidth."""
     count = threads or usable_cores()
     native = find_spec("thinfer._core") is not None
     core = import_module("thinfer._core") if native else None
+    isas = list(core.isas()) if core is not None else []
+    if core is None:
+        used = "none: the native part is not built; `make setup` builds it"
+    elif isa and isa not in isas:
+        raise UsageError(f"instruction set {isa!r} is unknown or not available here; choose one of: {', '.join(isas)}")
+    else:
+        used = isa or core.default_isa()
     return {
         "thinfer": f"{thinfer.__version__} ({commit()})",
         "cpu": cpu(),
         "threads": count,
-        "isa": core.default_isa() if core is not None else "none: the native part is not built; `make setup` builds it",
-        "isas": list(core.isas()) if core is not None else [],
+        "isa": used,
+        "isas": isas,
         "read_gb_s": round(read_bandwidth(count) / 1e9, 1),
         "kernels": sorted(module.name for module in iter_modules(kernels.__path__) if module.name != "case"),
     }

@@ -108,11 +108,14 @@ class Worker:
         if not line:
             code = self._process.wait()
             raise PeerError(f"{self.name}: the process ended with {code} at {request['do']!r}{self._last_words()}")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise _error(answer, self.name)
+        try:
+            answer = json.loads(line)
+        except ValueError:
+            answer = None
         if not isinstance(answer, dict):
             raise PeerError(f"{self.name}: unexpected answer {line.strip()[:200]}")
+        if "error" in answer:
+            raise _error(answer, self.name)
         return answer
 
     def _last_words(self) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from thinfer.data import calibration_text
-from thinfer.errors import CheckpointError, UsageError
+from thinfer.errors import UsageError
 
 BUILT_IN = "war-and-peace-excerpt"
 
@@ -51,8 +51,7 @@ def read_documents(text: str | Path | None) -> tuple[list[str], str, str]:
         The documents, the name of the source, and the SHA-256 of its bytes.
 
     Raises:
-        CheckpointError: the file is missing or not UTF-8.
-        UsageError: a line is not an object with a "text", or there is no text at all.
+        UsageError: the file is missing or not UTF-8, a line is not an object with a "text", or there is no text at all.
     """
     if isinstance(text, Path):
         source, blob = text.name, _read(text)
@@ -62,7 +61,7 @@ def read_documents(text: str | Path | None) -> tuple[list[str], str, str]:
     try:
         content = blob.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{source}: not UTF-8 at byte {error.start}; convert it first") from error
+        raise UsageError(f"{source}: not UTF-8 at byte {error.start}; convert it first") from error
     lines = isinstance(text, Path) and text.suffix == ".jsonl"
     documents = _json_lines(source, content) if lines else [content]
     documents = [document for document in documents if document.strip()]
@@ -116,7 +115,7 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror}; check the path") from error
+        raise UsageError(f"{path}: {error.strerror}; check the path") from error
 
 
 def _json_lines(source: str, content: str) -> list[str]:

@@ -24,7 +24,9 @@ def demo(
     """
     from thinfer.bench import demo as bench_demo
     from thinfer.bench.demo_models import DEMO_MODELS, fetch
+    from thinfer.core.artifact import require_writable
 
+    require_writable(out)
     options = opt.engine_options(threads=threads, isa=isa)
     with opt.status() as progress:
         path = str(fetch(model, progress))

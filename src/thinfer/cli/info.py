@@ -55,7 +55,7 @@ def info(
     )
     from thinfer.bench.facts import machine_facts, model_facts
 
-    shown: dict[str, Any] = {"machine": machine_facts(threads)}
+    shown: dict[str, Any] = {"machine": machine_facts(threads, isa)}
     if model is not None:
         shown["model"] = model_facts(model, options)
     if output is Output.json:

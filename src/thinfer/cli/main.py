@@ -87,4 +87,8 @@ app.command("demo")(demo.demo)
 
 def main() -> None:
     """Entry point of the ``thinfer`` command."""
+    # A caller may have closed a standard stream; Python has None there, and the next file opened would take its number.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     app(prog_name="thinfer")

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from thinfer.engine.cores import MAX_THREADS
 from thinfer.errors import UsageError
 
 
@@ -56,7 +57,9 @@ MODEL_HELP = "A .gguf file, a Hugging Face folder, a folder written by `thinfer 
 Model = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
 Threads = Annotated[
     int | None,
-    typer.Option("--threads", "-t", min=1, envvar="THINFER_THREADS", help="Default: one for each core."),
+    typer.Option(
+        "--threads", "-t", min=1, max=MAX_THREADS, envvar="THINFER_THREADS", help="Default: one for each core."
+    ),
 ]
 WeightsOption = Annotated[
     Weights,
@@ -152,7 +155,12 @@ def template_text(chat_template: str | None) -> str | None:
     path = Path(chat_template)
     if not path.is_file():
         raise UsageError(f"--chat-template {chat_template}: neither a file nor a Jinja template")
-    return path.read_text(encoding="utf-8")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"--chat-template {chat_template}: not UTF-8 at byte {error.start}; convert it first"
+        ) from error
 
 
 @contextmanager

@@ -121,7 +121,10 @@ def _prompt(option: str | None, rest: list[str]) -> str | None:
         raise UsageError(f"unexpected argument {rest[-1]!r}: one MODEL and one PROMPT; quote a prompt of several words")
     prompt = rest[0] if rest else option
     if prompt == "-" or (prompt is None and not sys.stdin.isatty()):
-        prompt = sys.stdin.read()
+        try:
+            prompt = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"stdin: not UTF-8 at byte {error.start}; convert it first") from error
     if prompt is None and not sys.stdout.isatty():
         raise UsageError("a chat needs a terminal: give a prompt with -p TEXT")
     return prompt

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from thinfer.errors import ArtifactError
+from thinfer.errors import ArtifactError, UsageError
 
 JSON_NAME = "thinfer.json"
 TENSORS_NAME = "thinfer.safetensors"
@@ -80,6 +80,16 @@ class Artifact:
                 f"stale artifact: made for weights {self.fingerprint[:12]}, but {self.base} now has "
                 f"{fingerprint[:12]}; calibrate again"
             )
+
+
+def require_writable(folder: str | Path) -> None:
+    """Raise UsageError unless an artifact could be written there; asked before the work is done, and makes nothing."""
+    path = Path(folder).absolute()
+    nearest = next(place for place in (path, *path.parents) if os.path.exists(place))
+    if not nearest.is_dir():
+        raise UsageError(f"{nearest}: a file, not a folder; choose another place for the artifact")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise UsageError(f"{nearest}: no permission to write there; choose another place for the artifact")
 
 
 def read_document(folder: Path) -> dict[str, Any]:

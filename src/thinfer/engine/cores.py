@@ -4,6 +4,9 @@ import math
 import os
 from pathlib import Path
 
+MAX_THREADS = 1024
+"""Most threads of the native pool."""
+
 _CPU = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from thinfer.core.config import ModelConfig
-from thinfer.engine.cores import usable_cores
+from thinfer.engine.cores import MAX_THREADS, usable_cores
 from thinfer.errors import UsageError
 
 WeightType = Literal["stored", "q4", "q8", "f16"]
@@ -68,6 +68,8 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise UsageError(f"threads is {self.threads}; it must be at most {MAX_THREADS}")
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any]) -> "EngineOptions":

@@ -93,6 +93,13 @@ def open_checkpoint(ref: str | Path) -> Checkpoint:
         >>> open_checkpoint("model.gguf").kind  # doctest: +SKIP
         'gguf'
     """
+    try:
+        return _find(ref)
+    except OSError as error:
+        raise CheckpointError(f"{ref}: {error.strerror or error}; check the path and its permissions") from error
+
+
+def _find(ref: str | Path) -> Checkpoint:
     path = Path(ref).expanduser()
     if path.is_dir() and (path / ARTIFACT_FILE).is_file():
         return _open_base(path)
