@@ -291,8 +291,13 @@ def wait_for_pipe(pid, seconds=30.0):
 def test_ctrl_c_exits_with_130():
     # A pipe that nobody writes to: run waits for its prompt there.
     reader, writer = os.pipe()
+    # A test run in the background of a shell ignores the signal, and its children would inherit that.
     process = subprocess.Popen(
-        [sys.executable, "-m", "thinfer", "run", "m.gguf"], stdin=reader, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "thinfer", "run", "m.gguf"],
+        stdin=reader,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     wait_for_pipe(process.pid)
     process.send_signal(signal.SIGINT)
