@@ -297,7 +297,7 @@ def test_ctrl_c_exits_with_130():
         stdin=reader,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
     wait_for_pipe(process.pid)
     process.send_signal(signal.SIGINT)
