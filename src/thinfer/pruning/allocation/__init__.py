@@ -1,0 +1,1 @@
+"""Allocations: how much of the sparsity each matrix takes; one file each."""

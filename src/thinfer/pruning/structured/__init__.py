@@ -1,0 +1,1 @@
+"""Structured pruning: whole heads, neurons, channels and layers go, and a smaller ordinary model remains."""
