@@ -118,6 +118,9 @@ void LinearOp::run(int phase, int begin, int end, int, Context& context) {
   if (phase == 0) {
     for (int row = begin; row < end; ++row) prepare_row(row, context);
   } else if (phase == 1) {
+    // Without a phase 0 nobody has counted the rows, all of whose channels are used.
+    const int n = rows(context.batch);
+    if (begin == 0 && items(0, context.batch) == 0) count_channels(static_cast<int64_t>(inputs_) * n, n, context);
     int first = 0;
     for (const Part& part : parts_) {
       const int count = part_items(part, context.batch);
@@ -157,8 +160,12 @@ void LinearOp::prepare_row(int row, Context& context) {
       }
     }
   }
-  context.counters->channels_active += static_cast<uint64_t>(active_channels);
-  context.counters->channels_total += static_cast<uint64_t>(inputs_);
+  count_channels(active_channels, 1, context);
+}
+
+void LinearOp::count_channels(int64_t active, int rows, Context& context) const {
+  context.counters->channels_active += static_cast<uint64_t>(active);
+  context.counters->channels_total += static_cast<uint64_t>(inputs_) * static_cast<uint64_t>(rows);
 }
 
 void LinearOp::run_part(const Part& part, int begin, int end, Context& context) {

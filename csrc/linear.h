@@ -61,6 +61,7 @@ class LinearOp : public Op {
   void prepare_row(int row, Context& context);
   void run_part(const Part& part, int begin, int end, Context& context);
   void run_gemv(const Part& part, int begin, int end, float* y, Context& context);
+  void count_channels(int64_t active, int rows, Context& context) const;
   void combine(int row, Context& context);
   QuantizedRows quantized(const Batch& batch) const;
   ActiveChannels active() const;

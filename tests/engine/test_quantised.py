@@ -183,6 +183,20 @@ def test_five_runs_pick_the_same_tokens(models):
     assert [run() for _ in range(4)] == [first] * 4
 
 
+def test_sites_without_a_threshold_count_as_dense(models):
+    """Float products without a threshold have no pass over the rows, but their channels belong to the density."""
+    model = next(iter(models.values()))
+    downs = {site: 0.5 for site in block_sites(model) if site.endswith("down")}
+    density = {}
+    for activations in ("int8", "f32"):
+        options = EngineOptions(executor="cpu", threads=1, layout="columns", activations=activations)
+        with Engine(model, options, selector=ThresholdSelector("teal", downs)) as engine:
+            decoded(engine, IDS[:20])
+            density[activations] = engine.usage().density
+    assert density["f32"] == pytest.approx(density["int8"], abs=0.01)
+    assert 0.7 < density["f32"] < 0.99
+
+
 def test_density_is_that_of_the_thresholds(model):
     """Between the bounds for every kind, as the reference executor counts it, and bytes fall with it."""
     counts = {}

@@ -98,3 +98,14 @@ def test_float_mode_unpacks_whole_groups_and_says_so(isa, stored):
             assert op.counters().bytes_read == slices(whole, stored) * outputs // PADDED
         op(x, sparse=False)
         assert op.counters().bytes_read == matrix.nbytes
+
+
+@pytest.mark.parametrize("activations", ["int8", "f32"])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_without_a_threshold_every_channel_counts(isa, activations, rows):
+    x = rows_of_densities()[:rows]
+    matrix = pack([(weights("Q4_1")[0], "Q4_1")], INPUTS, "rows", 0, 2)
+    op = Linear(isa, [matrix], INPUTS, OUTPUTS, activations=activations, threads=2)
+    op(x)
+    counter = op.counters()
+    assert counter.channels_active == counter.channels_total == rows * INPUTS

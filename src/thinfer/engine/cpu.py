@@ -227,8 +227,7 @@ class CpuExecutor:
             times = self._times.setdefault(kind, [0, 0, 0])
             for place, value in enumerate((counter.calls, counter.nanoseconds, counter.bytes_read)):
                 times[place] += value
-            # A float product without thresholds counts no channels, but its bytes all the same.
-            if node.op == "linear" and (counter.channels_total or counter.bytes_read):
+            if node.op == "linear" and counter.channels_total:
                 count = self._counts.setdefault(kind, KindCount())
                 count.add(KindCount(counter.channels_active, counter.channels_total, counter.bytes_read))
 
