@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from thinfer.calibration.text import read_documents, token_windows
+from thinfer.calibration.text import cut_windows, read_documents, read_text, token_windows
 from thinfer.errors import UsageError
 
 
@@ -73,3 +73,32 @@ def test_a_short_text_says_what_is_missing():
         token_windows(encode, "x" * 30, samples=2, held_out=2, length=10)
     with pytest.raises(UsageError, match="too short"):
         token_windows(encode, "x" * 30, length=2, bos_id=1)
+
+
+def test_windows_stand_in_a_row_from_the_start():
+    ids = list(range(25))
+    assert cut_windows(ids, 10, None) == [ids[:10], ids[10:20]]
+    assert cut_windows(ids, 5, 2, stride=2) == [ids[:5], ids[10:15]]
+
+
+@pytest.mark.parametrize(
+    ("ctx", "windows", "stride"), [(10, 3, 1), (26, None, 1), (10, 2, 2), (1, 1, 1), (5, 0, 1), (5, 1, 0)]
+)
+def test_too_short_a_text_or_a_wrong_number_is_refused(ctx, windows, stride):
+    with pytest.raises(UsageError):
+        cut_windows(list(range(25)), ctx, windows, stride)
+
+
+def test_line_ends_are_normalised(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"a\r\nb\nc\rd")
+    assert read_text(str(path)) == "a\nb\nc\rd"
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(b"ab\xff")
+    with pytest.raises(UsageError, match="byte 2"):
+        read_text(str(path))
+    with pytest.raises(UsageError, match="No such file"):
+        read_text(str(tmp_path / "absent"))

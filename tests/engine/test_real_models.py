@@ -5,11 +5,12 @@ from importlib.resources import files
 import pytest
 
 from text.conftest import cached_model
+from thinfer.calibration.text import cut_windows
 from thinfer.core.sampling import SamplingParams
 from thinfer.engine.llm import LLM
 from thinfer.engine.options import EngineOptions
 from thinfer.engine.runtime import Engine
-from thinfer.evals.perplexity import cut_windows, perplexity
+from thinfer.evals.perplexity import perplexity
 from thinfer.formats.checkpoint import open_checkpoint
 from thinfer.models.loader import load_model
 from thinfer.text.tokenizer import Tokenizer

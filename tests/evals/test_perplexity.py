@@ -6,14 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from thinfer.errors import UsageError
-from thinfer.evals.perplexity import (
-    cut_windows,
-    divergence,
-    log_softmax,
-    perplexity,
-    read_text,
-)
+from thinfer.evals.perplexity import divergence, log_softmax, perplexity
 
 
 @dataclass
@@ -101,32 +94,3 @@ def test_divergence_where_the_reference_excludes_a_token():
 
 def test_log_softmax_of_large_logits():
     assert log_softmax(np.array([[1e4, 1e4]], np.float32)) == pytest.approx(math.log(0.5))
-
-
-def test_windows_stand_in_a_row_from_the_start():
-    ids = list(range(25))
-    assert cut_windows(ids, 10, None) == [ids[:10], ids[10:20]]
-    assert cut_windows(ids, 5, 2, stride=2) == [ids[:5], ids[10:15]]
-
-
-@pytest.mark.parametrize(
-    ("ctx", "windows", "stride"), [(10, 3, 1), (26, None, 1), (10, 2, 2), (1, 1, 1), (5, 0, 1), (5, 1, 0)]
-)
-def test_too_short_a_text_or_a_wrong_number_is_refused(ctx, windows, stride):
-    with pytest.raises(UsageError):
-        cut_windows(list(range(25)), ctx, windows, stride)
-
-
-def test_line_ends_are_normalised(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"a\r\nb\nc\rd")
-    assert read_text(str(path)) == "a\nb\nc\rd"
-
-
-def test_a_file_that_is_no_text_is_refused(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes(b"ab\xff")
-    with pytest.raises(UsageError, match="byte 2"):
-        read_text(str(path))
-    with pytest.raises(UsageError, match="No such file"):
-        read_text(str(tmp_path / "absent"))

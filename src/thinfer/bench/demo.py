@@ -70,8 +70,9 @@ def configurations(
 def quality(reference: str, plan: DemoPlan, options: Mapping[str, Any], progress: Progress) -> dict[str, Any]:
     """Perplexity of the shipped text, with the sparsity as it acts at decode."""
     from thinfer import LLM
+    from thinfer.calibration.text import cut_windows
     from thinfer.data import evaluation_text
-    from thinfer.evals.perplexity import cut_windows, perplexity
+    from thinfer.evals.perplexity import perplexity
 
     with LLM(reference, **options) as llm:
         windows = cut_windows(llm.tokenizer.encode(evaluation_text(), add_special=False), plan.ctx, plan.windows)

@@ -1,8 +1,8 @@
-"""Calibration text: a file becomes seeded windows of tokens, with a hash that names them."""
+"""Text to windows of tokens: seeded ones to calibrate on, with a hash that names them, and ones in a row to score."""
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +109,33 @@ def token_windows(
     order = np.random.Generator(np.random.Philox(seed)).permutation(available)[:needed]
     chosen = tuple((*prefix, *stream[index * body : (index + 1) * body]) for index in map(int, order))
     return TokenWindows(chosen[:samples], chosen[samples:], source, digest, length, seed)
+
+
+def read_text(path: str) -> str:
+    r"""A text file as UTF-8 with ``\r\n`` read as ``\n``; UsageError when it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.read().replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from error
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+
+
+def cut_windows(ids: Sequence[int], ctx: int, windows: int | None, stride: int = 1) -> list[list[int]]:
+    """Every ``stride``-th of the windows in a row of ``ctx`` tokens, at most ``windows`` of them (None: all).
+
+    Raises UsageError when the text has fewer, or no whole one.
+    """
+    if ctx < 2 or stride < 1 or (windows is not None and windows < 1):
+        raise UsageError(f"ctx {ctx} must be at least 2, stride {stride} and windows {windows} at least 1")
+    starts = range(0, len(ids) - ctx + 1, ctx * stride)
+    if not starts or (windows is not None and len(starts) < windows):
+        raise UsageError(
+            f"the text has {len(ids)} tokens: {len(starts)} windows of {ctx} at stride {stride}, "
+            f"{windows or 1} wanted; lower --ctx, --windows or --stride, or give a longer text"
+        )
+    return [list(ids[start : start + ctx]) for start in starts[:windows]]
 
 
 def _read(path: Path) -> bytes:

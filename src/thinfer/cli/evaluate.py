@@ -30,7 +30,9 @@ def evaluate() -> None:
 
 
 @app.command("perplexity")
+@opt.with_engine_options(without=("max_model_len",))
 def perplexity(
+    *,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Instead of -m.")] = None,
     model: opt.Model = None,
     file: Annotated[
@@ -44,14 +46,7 @@ def perplexity(
     ] = None,
     decode: Annotated[bool, typer.Option("--decode", help="Let the sparsity act as it does at decode.")] = False,
     output: Annotated[Output, typer.Option("--output", "-o", help="Format on stdout.")] = Output.text,
-    threads: opt.Threads = None,
-    weights: opt.WeightsOption = opt.Weights.stored,
-    activations: opt.ActivationsOption = opt.Activations.int8,
-    isa: opt.Isa = None,
-    kv_type: opt.KvTypeOption = opt.KvType.f16,
-    sparsity: opt.Sparsity = None,
-    executor: opt.Executor = opt.ExecutorName.auto,
-    layout: opt.LayoutOption = opt.Layout.auto,
+    engine: dict[str, Any],
     quiet: opt.Quiet = False,
 ) -> None:
     r"""Perplexity over windows in a row from the start of the text, each in an empty context.
@@ -63,20 +58,10 @@ def perplexity(
     reference, rest = opt.one_model(model, arguments or [], "eval perplexity")
     if rest:
         raise UsageError(f"unexpected argument {rest[0]!r}; the text is given with -f FILE")
-    options = opt.engine_options(
-        threads=threads,
-        weights=weights,
-        activations=activations,
-        isa=isa,
-        kv_type=kv_type,
-        max_model_len=ctx,
-        sparsity=sparsity,
-        executor=executor,
-        layout=layout,
-    )
+    options = engine | {"max_model_len": ctx}
     from thinfer import LLM
+    from thinfer.calibration.text import cut_windows, read_text
     from thinfer.data import evaluation_text
-    from thinfer.evals.perplexity import cut_windows, read_text
     from thinfer.evals.perplexity import perplexity as measure
 
     text = read_text(str(file)) if file is not None else evaluation_text()

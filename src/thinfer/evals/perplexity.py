@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from thinfer.errors import UsageError
-
 if TYPE_CHECKING:
     from thinfer.engine.runtime import Engine
 
@@ -52,33 +50,6 @@ class Perplexity:
         return {name: value for name, value in fields.items() if value is not None}
 
 
-def read_text(path: str) -> str:
-    r"""A text file as UTF-8 with ``\r\n`` read as ``\n``; UsageError when it cannot be read."""
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return file.read().replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 at byte {error.start}; convert it first") from error
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from error
-
-
-def cut_windows(ids: Sequence[int], ctx: int, windows: int | None, stride: int = 1) -> list[list[int]]:
-    """Every ``stride``-th of the windows in a row of ``ctx`` tokens, at most ``windows`` of them (None: all).
-
-    Raises UsageError when the text has fewer, or no whole one.
-    """
-    if ctx < 2 or stride < 1 or (windows is not None and windows < 1):
-        raise UsageError(f"ctx {ctx} must be at least 2, stride {stride} and windows {windows} at least 1")
-    starts = range(0, len(ids) - ctx + 1, ctx * stride)
-    if not starts or (windows is not None and len(starts) < windows):
-        raise UsageError(
-            f"the text has {len(ids)} tokens: {len(starts)} windows of {ctx} at stride {stride}, "
-            f"{windows or 1} wanted; lower --ctx, --windows or --stride, or give a longer text"
-        )
-    return [list(ids[start : start + ctx]) for start in starts[:windows]]
-
-
 def perplexity(
     engine: "Engine",
     windows: Sequence[Sequence[int]],
@@ -92,7 +63,7 @@ def perplexity(
 
     Args:
         engine: the model.
-        windows: token ids, all of one length of at least 2; see `cut_windows`.
+        windows: token ids, all of one length of at least 2; see `thinfer.calibration.text.cut_windows`.
         bos_id: put before every window when given.
         decode: let the model's thresholds act on every row as they do in decode (the first tokens stay dense). Rows
             do not depend on each other's batch, so this equals running token by token.
