@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from thinfer.errors import CheckFailed
 from thinfer.pruning.base import Need
 
+_STRIP = 384
+"""Rows of the Gram matrix summed at a time: small strips skip more of its lower half, large ones multiply faster."""
+
 
 class InputStatistics:
     """Sums over the tokens t of a matrix's inputs x[t, i]; float32, on the device of the inputs.
+
+    Matrices with the same input share one object, and with it what `derive` keeps.
 
     Attributes:
         rows: tokens seen.
         square_sum: Σ_t x[t, i]², [inputs].
         value_sum: Σ_t x[t, i], [inputs]; zeros unless "mean" or "gram" was asked for.
-        gram: Σ_t x[t, i] x[t, j], [inputs, inputs]; None unless asked for.
 
     Raises:
-        CheckFailed: an input is NaN or infinite.
+        CheckFailed: an input is NaN or infinite, or the square of one exceeds float32.
 
     Example:
         >>> statistics = InputStatistics(2, frozenset({"norm"}))
@@ -32,18 +39,25 @@ class InputStatistics:
         self.rows = 0
         self.square_sum = torch.zeros(inputs, device=device)
         self.value_sum = torch.zeros(inputs, device=device)
-        self.gram = torch.zeros(inputs, inputs, device=device) if "gram" in needs else None
+        self._gram = torch.zeros(inputs, inputs, device=device) if "gram" in needs else None
+        self._mirrored = True
         self._mean = bool(needs & {"mean", "gram"})
+        self._derived: dict[str, Any] = {}
 
     def add(self, x: Tensor) -> None:
         """Count inputs [..., inputs]."""
         x = x.detach().reshape(-1, x.shape[-1]).float()
         self.rows += len(x)
-        if self.gram is None:
+        self._derived.clear()
+        if self._gram is None:
             self.square_sum += x.square().sum(0)
         else:
-            self.gram.addmm_(x.T, x)
-            self.square_sum = self.gram.diagonal().clone()
+            # Only what lies on and right of the diagonal strips is summed; `gram` mirrors it.
+            for start in range(0, len(self._gram), _STRIP):
+                stop = start + _STRIP
+                self._gram[start:stop, start:].addmm_(x[:, start:stop].T, x[:, start:])
+            self._mirrored = False
+            self.square_sum = self._gram.diagonal().clone()
         if self._mean:
             self.value_sum += x.sum(0)
         if not torch.isfinite(self.square_sum).all():
@@ -51,6 +65,27 @@ class InputStatistics:
                 "an input of a layer is NaN or infinite on the calibration text; "
                 "check the model's weights, or load it with --dtype float32"
             )
+
+    def derive(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make()` computes from these sums, computed once for all matrices that share them.
+
+        Example: ``inputs.derive("cholesky 0.01", lambda: factor(inputs.gram))``.
+        """
+        if name not in self._derived:
+            self._derived[name] = make()
+        return self._derived[name]
+
+    @property
+    def gram(self) -> Tensor | None:
+        """Σ_t x[t, i] x[t, j], [inputs, inputs], exactly symmetric; None unless asked for. Not to be written to."""
+        if self._gram is not None and not self._mirrored:
+            for start in range(0, len(self._gram), _STRIP):
+                stop = start + _STRIP
+                square = self._gram[start:stop, start:stop]
+                square.copy_(square.triu() + square.triu(1).T)
+                self._gram[stop:, start:stop] = self._gram[start:stop, stop:].T
+            self._mirrored = True
+        return self._gram
 
     @property
     def norm(self) -> Tensor:
