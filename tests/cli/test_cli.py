@@ -1,5 +1,6 @@
 """The command line: what goes to stdout and stderr, and which exit code ends it."""
 
+import inspect
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
+import typing
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import thinfer as thinfer_package
-from thinfer.cli import calibrate, options
+from thinfer.cli import bench, calibrate, evaluate, info, options, run
 from thinfer.cli.main import app
 from thinfer.core.request import RequestOutput, StreamChunk, Timings
 from thinfer.core.sampling import SamplingParams
@@ -173,6 +175,18 @@ def test_options_are_those_of_the_engine(llm):
     from thinfer.engine.options import EngineOptions
 
     EngineOptions.from_keywords(options.engine_options())
+
+
+def test_verbs_take_the_engine_options_from_one_declaration():
+    declared = list(inspect.signature(options.engine_options).parameters.values())
+    left_out = {"perplexity": {"max_model_len"}, "calibrate": {"max_model_len", "sparsity", "layout"}}
+    for verb in (run.run, bench.bench, info.info, evaluate.perplexity, calibrate.calibrate):
+        shown = inspect.signature(verb).parameters
+        assert "engine" not in shown
+        wanted = [option for option in declared if option.name not in left_out.get(verb.__name__, ())]
+        assert [shown[option.name] for option in wanted] == wanted
+        hints = typing.get_type_hints(verb, include_extras=True)
+        assert all(hints[option.name] == option.annotation for option in wanted)
 
 
 def test_environment_sets_defaults_and_flags_win(llm, monkeypatch):

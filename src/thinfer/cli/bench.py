@@ -28,7 +28,9 @@ OutputOption = Annotated[Output, typer.Option("--output", "-o", help="Format of 
 
 
 @app.callback(invoke_without_command=True)
+@opt.with_engine_options()
 def bench(
+    *,
     context: typer.Context,
     model: Annotated[
         list[str] | None, typer.Option("--model", "-m", help=opt.MODEL_HELP + " Repeat to interleave.")
@@ -53,15 +55,7 @@ def bench(
             help="A Python that has llama-cpp-python. [default: this one]",
         ),
     ] = None,
-    threads: opt.Threads = None,
-    weights: opt.WeightsOption = opt.Weights.stored,
-    activations: opt.ActivationsOption = opt.Activations.int8,
-    isa: opt.Isa = None,
-    kv_type: opt.KvTypeOption = opt.KvType.f16,
-    max_model_len: opt.MaxModelLen = None,
-    sparsity: opt.Sparsity = None,
-    executor: opt.Executor = opt.ExecutorName.auto,
-    layout: opt.LayoutOption = opt.Layout.auto,
+    engine: dict[str, Any],
     quiet: opt.Quiet = False,
 ) -> None:
     """Time prompts (pp) and decode steps (tg) as llama-bench does, without tokenisation and sampling.
@@ -73,17 +67,6 @@ def bench(
         return
     if not model:
         raise UsageError("which model? thinfer bench -m MODEL")
-    options = opt.engine_options(
-        threads=threads,
-        weights=weights,
-        activations=activations,
-        isa=isa,
-        kv_type=kv_type,
-        max_model_len=max_model_len,
-        sparsity=sparsity,
-        executor=executor,
-        layout=layout,
-    )
     from thinfer.bench import report
     from thinfer.bench.peers import open_peers
     from thinfer.bench.throughput import Test, measure, open_contender
@@ -95,12 +78,12 @@ def bench(
     with ExitStack() as open_workers:
         contenders = []
         for reference in model:
-            contenders.append(open_contender(reference, options, tests))
+            contenders.append(open_contender(reference, engine, tests))
             open_workers.callback(contenders[-1].worker.close)
             if not quiet:
                 opt.say(contenders[-1].notes)
         if against is not None:
-            for peer in open_peers(against, peer_python, list(contenders), options, tests):
+            for peer in open_peers(against, peer_python, list(contenders), engine, tests):
                 contenders.append(peer)
                 open_workers.callback(peer.worker.close)
         with opt.status() as progress:

@@ -4,12 +4,15 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from thinfer.cli import options as opt
 from thinfer.errors import UsageError
+
+# Calibration observes dense runs on windows of its own length, and counts what columns can skip.
+_CHOSEN_HERE = ("max_model_len", "sparsity", "layout")
 
 
 class Method(StrEnum):
@@ -26,7 +29,9 @@ class Allocation(StrEnum):
     greedy = "greedy"
 
 
+@opt.with_engine_options(without=_CHOSEN_HERE)
 def calibrate(
+    *,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Instead of -m.")] = None,
     model: opt.Model = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write; it points to MODEL.")] = None,
@@ -49,12 +54,7 @@ def calibrate(
     samples: Annotated[int, typer.Option("--samples", min=1, help="Windows of the text to observe.")] = 16,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Which windows.")] = 0,
     prefill: Annotated[bool, typer.Option("--prefill", help="Skip in prompts too, not only at decode.")] = False,
-    threads: opt.Threads = None,
-    weights: opt.WeightsOption = opt.Weights.stored,
-    activations: opt.ActivationsOption = opt.Activations.int8,
-    isa: opt.Isa = None,
-    kv_type: opt.KvTypeOption = opt.KvType.f16,
-    executor: opt.Executor = opt.ExecutorName.auto,
+    engine: dict[str, Any],
     quiet: opt.Quiet = False,
 ) -> None:
     """Observe the inputs of every linear layer on a text and store one threshold for each distinct input.
@@ -73,11 +73,7 @@ def calibrate(
         raise UsageError(f"--sparsity {sparsity:g}: the fraction that is skipped, from 0 to below 1")
     budget = fraction(max_ppl_increase) if max_ppl_increase is not None else None
 
-    engine = opt.engine_options(
-        threads=threads, weights=weights, activations=activations, isa=isa, kv_type=kv_type, executor=executor
-    )
-    # Calibration chooses these two itself: it runs dense, on windows of its own length.
-    del engine["sparsity"], engine["max_model_len"]
+    engine = {name: value for name, value in engine.items() if name not in _CHOSEN_HERE}
 
     from thinfer.activation.threshold import calibrate as make
 

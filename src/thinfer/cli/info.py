@@ -19,19 +19,13 @@ class Output(StrEnum):
     json = "json"
 
 
+@opt.with_engine_options()
 def info(
+    *,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Instead of -m.")] = None,
     model: opt.Model = None,
     output: Annotated[Output, typer.Option("--output", "-o", help="Format on stdout.")] = Output.text,
-    threads: opt.Threads = None,
-    weights: opt.WeightsOption = opt.Weights.stored,
-    activations: opt.ActivationsOption = opt.Activations.int8,
-    isa: opt.Isa = None,
-    kv_type: opt.KvTypeOption = opt.KvType.f16,
-    max_model_len: opt.MaxModelLen = None,
-    sparsity: opt.Sparsity = None,
-    executor: opt.Executor = opt.ExecutorName.auto,
-    layout: opt.LayoutOption = opt.Layout.auto,
+    engine: dict[str, Any],
 ) -> None:
     """Show the instruction sets, threads and read bandwidth of this machine; with a model also its facts and plan.
 
@@ -42,22 +36,11 @@ def info(
         model, *rest = rest
     if rest:
         raise UsageError(f"unexpected argument {rest[0]!r}")
-    options = opt.engine_options(
-        threads=threads,
-        weights=weights,
-        activations=activations,
-        isa=isa,
-        kv_type=kv_type,
-        max_model_len=max_model_len,
-        sparsity=sparsity,
-        executor=executor,
-        layout=layout,
-    )
     from thinfer.bench.facts import machine_facts, model_facts
 
-    shown: dict[str, Any] = {"machine": machine_facts(threads, isa)}
+    shown: dict[str, Any] = {"machine": machine_facts(engine["threads"], engine["isa"])}
     if model is not None:
-        shown["model"] = model_facts(model, options)
+        shown["model"] = model_facts(model, engine)
     if output is Output.json:
         sys.stdout.write(json.dumps(shown, indent=2) + "\n")
     else:

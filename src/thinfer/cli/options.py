@@ -1,9 +1,11 @@
 """Options that several verbs share, and what they mean to the engine."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,17 +121,20 @@ def one_model(option: str | None, positional: Sequence[str], verb: str) -> tuple
 
 def engine_options(
     *,
-    threads: int | None = None,
-    weights: Weights = Weights.stored,
-    activations: Activations = Activations.int8,
-    isa: str | None = None,
-    kv_type: KvType = KvType.f16,
-    max_model_len: int | None = None,
-    sparsity: float | None = None,
-    executor: ExecutorName = ExecutorName.auto,
-    layout: Layout = Layout.auto,
+    threads: Threads = None,
+    weights: WeightsOption = Weights.stored,
+    activations: ActivationsOption = Activations.int8,
+    isa: Isa = None,
+    kv_type: KvTypeOption = KvType.f16,
+    max_model_len: MaxModelLen = None,
+    sparsity: Sparsity = None,
+    executor: Executor = ExecutorName.auto,
+    layout: LayoutOption = Layout.auto,
 ) -> dict[str, Any]:
-    """Keyword arguments of `LLM` and of a benchmark's worker, all plain JSON values."""
+    """Keyword arguments of `LLM` and of a benchmark's worker, all plain JSON values.
+
+    The one declaration of the engine's options: verbs take these parameters by `with_engine_options`.
+    """
     if sparsity is not None and sparsity != 0:
         raise UsageError(
             f"--sparsity {sparsity:g}: only 0 (dense) can be chosen here; "
@@ -146,6 +151,42 @@ def engine_options(
         "executor": executor.value,
         "layout": layout.value,
     }
+
+
+Command = Callable[..., None]
+
+
+def with_engine_options(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
+    """Decorate a verb: in place of its parameter ``engine`` it shows the options of `engine_options`.
+
+    The verb receives the result of `engine_options` as ``engine``. Options in ``without`` it does not show; they keep
+    their defaults.
+
+    Example:
+        >>> @with_engine_options(without=("layout",))
+        ... def verb(*, model: str, engine: dict[str, Any], quiet: bool = False) -> None: ...
+        >>> list(signature(verb).parameters)[:3]
+        ['model', 'threads', 'weights']
+    """
+    shared = [option for option in signature(engine_options).parameters.values() if option.name not in without]
+
+    def decorate(command: Command) -> Command:
+        own = signature(command)
+        shown: list[Parameter] = []
+        for parameter in own.parameters.values():
+            shown += shared if parameter.name == "engine" else [parameter]
+
+        @wraps(command)
+        def verb(**given: Any) -> None:
+            options = engine_options(**{option.name: given.pop(option.name) for option in shared})
+            command(**given, engine=options)
+
+        # What typer reads: names and order from the first, types from the second.
+        vars(verb)["__signature__"] = own.replace(parameters=shown)
+        verb.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+        return verb
+
+    return decorate
 
 
 def template_text(chat_template: str | None) -> str | None:

@@ -22,7 +22,9 @@ class Output(StrEnum):
     json = "json"
 
 
+@opt.with_engine_options()
 def run(
+    *,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="MODEL PROMPT", help="Instead of -m and -p.", show_default=False)
     ] = None,
@@ -46,15 +48,7 @@ def run(
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end of the text.")] = False,
     output: Annotated[Output, typer.Option("--output", "-o", help="json: one object after the end.")] = Output.text,
-    threads: opt.Threads = None,
-    weights: opt.WeightsOption = opt.Weights.stored,
-    activations: opt.ActivationsOption = opt.Activations.int8,
-    isa: opt.Isa = None,
-    kv_type: opt.KvTypeOption = opt.KvType.f16,
-    max_model_len: opt.MaxModelLen = None,
-    sparsity: opt.Sparsity = None,
-    executor: opt.Executor = opt.ExecutorName.auto,
-    layout: opt.LayoutOption = opt.Layout.auto,
+    engine: dict[str, Any],
     chat_template: opt.ChatTemplate = None,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -72,17 +66,7 @@ def run(
     llm = LLM(
         reference,
         chat_template=opt.template_text(chat_template),
-        **opt.engine_options(
-            threads=threads,
-            weights=weights,
-            activations=activations,
-            isa=isa,
-            kv_type=kv_type,
-            max_model_len=max_model_len,
-            sparsity=sparsity,
-            executor=executor,
-            layout=layout,
-        ),
+        **engine,
     )
     if not quiet:
         opt.say(llm.describe())
