@@ -94,8 +94,8 @@ def token_losses(model: Any, window: Sequence[int], bos_id: int | None = None) -
         with torch.inference_mode():
             # The last token predicts nothing that is scored.
             ids = torch.tensor([[*prefix, *window[:-1]]], device=device)
-            logits = model(input_ids=ids, use_cache=False).logits[0, len(prefix) :]
-            targets = torch.tensor(list(window[1:]), device=device)
+            logits: Any = model(input_ids=ids, use_cache=False).logits[0, len(prefix) :]
+            targets: Any = torch.tensor(list(window[1:]), device=device)
             pieces = [
                 torch.nn.functional.cross_entropy(rows.double(), wanted, reduction="none").cpu()
                 for rows, wanted in zip(logits.split(_PIECE), targets.split(_PIECE), strict=True)

@@ -1,0 +1,371 @@
+"""A stored model as a transformers model, and a transformers model as a folder that loads anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from thinfer.errors import CheckpointError, UnsupportedError, UsageError
+from thinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from thinfer.text.chat import stored_templates
+from thinfer.text.gguf_tokenizer import build_tokenizer
+from thinfer.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SHARD_SIZE = "5GB"
+
+_STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_CARRIED = (
+    "tokenizer*.json",
+    "tokenizer.model",
+    "*.spm",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.tiktoken",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template*",
+    "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "generation_config.json",
+    "LICENSE*",
+)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model to prune or train, and the checkpoint it came from.
+
+    Attributes:
+        model: the transformers model, in evaluation mode.
+        checkpoint: where it was stored; tokenizer, chat template and fingerprint are its.
+        ref: what the user called it.
+        save_dtype: the precision its result is saved in unless another is asked for.
+        notes: what the user should know, such as that the weights were dequantised.
+    """
+
+    model: PreTrainedModel
+    checkpoint: Checkpoint
+    ref: str
+    save_dtype: str
+    notes: tuple[str, ...]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; made when first asked for, as pruning by magnitude needs none."""
+        return Tokenizer.from_checkpoint(self.checkpoint)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, without special tokens."""
+        return self.tokenizer.encode(text, add_special=False)
+
+    @property
+    def bos_id(self) -> int | None:
+        """The begin token, where the model wants every text to start with it."""
+        return self.tokenizer.bos_id if self.tokenizer.adds_bos else None
+
+
+def require_torch() -> None:
+    """Raise UsageError unless PyTorch and transformers can be imported."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        raise UsageError("pruning needs PyTorch and transformers: pip install 'thinfer[prune]'")
+
+
+def load_torch(ref: str | Path, *, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
+    """Load a model into transformers, on the CPU; blocks go to another device one at a time.
+
+    Args:
+        ref: a Hugging Face folder, a .gguf file (its weights are dequantised), or a hub id.
+        dtype: precision in memory; auto is float32 for the CPU, and bfloat16 elsewhere where the model is stored in
+            16 bits.
+        device: where it will run; decides what auto is.
+
+    Raises:
+        UsageError: PyTorch is missing, or an unknown dtype.
+        CheckpointError: the model is missing, corrupt or incomplete.
+        UnsupportedError: not a decoder that transformers knows, or weights quantised in a way it cannot undo.
+
+    Example:
+        >>> load_torch("model.gguf").model.num_parameters()  # doctest: +SKIP
+        134515008
+    """
+    require_torch()
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    import torch
+
+    checkpoint = open_checkpoint(ref)
+    stored = Counter[str]()
+    for info in checkpoint.tensors.values():
+        stored[info.type] += info.nbytes
+    main = stored.most_common(1)[0][0] if stored else "F32"
+    save_dtype = _STORED_DTYPES.get(main, "float32")
+    if dtype == "auto":
+        dtype = "bfloat16" if device != "cpu" and save_dtype != "float32" else "float32"
+    notes = []
+    quantised = sorted(kind for kind in stored if kind not in _STORED_DTYPES)
+    if checkpoint.kind == "gguf" and quantised:
+        notes.append(f"weights dequantised from {', '.join(quantised)} to float32")
+    if checkpoint.artifact_dir is not None:
+        notes.append(
+            "this is the base model; thresholds of thinfer calibrate are not carried over: calibrate the result"
+        )
+    load = _load_gguf if checkpoint.kind == "gguf" else _load_folder
+    with _quiet_transformers():
+        model = load(checkpoint, getattr(torch, dtype))
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{ref}: an encoder-decoder; decoders can be pruned")
+    model.train(False)
+    return LoadedModel(model, checkpoint, str(ref), save_dtype, tuple(notes))
+
+
+def save_folder(
+    model: PreTrainedModel,
+    out: str | Path,
+    *,
+    source: Checkpoint | None = None,
+    files: Mapping[str, str] | None = None,
+    dtype: str | None = None,
+) -> None:
+    """Write an ordinary Hugging Face folder: dense safetensors, configuration, tokenizer and chat template.
+
+    The folder appears whole, by a rename, or not at all. Shared weights stay shared.
+
+    Args:
+        model: what to save.
+        out: the folder; it must not exist yet, or be empty.
+        source: where tokenizer, chat template and generation settings are taken from.
+        files: further files by name, such as README.md.
+        dtype: precision of the saved weights ("float32", "bfloat16", "float16"); the weights of `model` itself are
+            rounded to it, so that it and the folder are equal. None: as they are.
+
+    Raises:
+        UsageError: the folder exists, or cannot be made.
+
+    Example:
+        >>> save_folder(loaded.model, "pruned", source=loaded.checkpoint)  # doctest: +SKIP
+    """
+    target = require_new_folder(out)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    try:
+        with _quiet_transformers(), _stored_as(model, dtype):
+            _save_model(model, partial)
+        if source is not None:
+            carry_tokenizer(source, partial)
+        for name, text in (files or {}).items():
+            (partial / name).write_text(text, encoding="utf-8")
+        for path in partial.rglob("*"):
+            if path.is_file():
+                _flush(path)
+        # mkdtemp makes the folder private; the result is as readable as any other.
+        umask = os.umask(0)
+        os.umask(umask)
+        partial.chmod(0o777 & ~umask)
+        os.replace(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def require_new_folder(out: str | Path) -> Path:
+    """The path, if a folder can appear there; UsageError says what is in the way. Asked before the work is done."""
+    path = Path(out).expanduser().absolute()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"{out}: exists already; choose another -o, or delete it first")
+    nearest = next(place for place in path.parents if place.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise UsageError(f"{nearest}: no folder, or no permission to write there; choose another -o")
+    return path
+
+
+def carry_tokenizer(source: Checkpoint, folder: Path) -> None:
+    """Put the tokenizer, the chat template and the generation settings of a checkpoint into a folder."""
+    if source.kind == "hf":
+        for pattern in _CARRIED:
+            for file in source.path.glob(pattern):
+                place = folder / file.relative_to(source.path)
+                place.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, place)
+        return
+    built = build_tokenizer(source.metadata, str(source.path))
+    frame = _frame(built.backend, built.bos_id if built.add_bos else None, built.eos_ids[0] if built.add_eos else None)
+    if frame is not None:
+        built.backend.post_processor = frame
+    built.backend.save(str(folder / "tokenizer.json"))
+    templates = stored_templates(source)
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": built.add_bos,
+        "add_eos_token": built.add_eos,
+        **built.named,
+    }
+    if templates.keys() == {"default"}:
+        config["chat_template"] = templates["default"]
+    elif templates:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    _write_json(folder / "tokenizer_config.json", config)
+    ends = list(built.eos_ids)
+    ids = {"bos_token_id": built.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
+    _write_json(folder / "generation_config.json", {name: value for name, value in ids.items() if value is not None})
+
+
+def _load_folder(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    import torch
+    from transformers import AutoConfig
+
+    quantised = checkpoint.metadata.get("quantization_config")
+    if quantised is None:
+        return _from_pretrained(checkpoint, str(checkpoint.path), dtype=dtype, local_files_only=True)
+    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+    if not isinstance(quantised, Mapping) or not quantised.get("sparsity_config"):
+        raise UnsupportedError(
+            f"{checkpoint.path}: weights quantised by {method!r} cannot be pruned; use the float model it was made from"
+        )
+    # Sparse formats of old that transformers no longer reads; the checkpoint opens them as dense tensors.
+    config = AutoConfig.from_pretrained(str(checkpoint.path), local_files_only=True)
+    del config.quantization_config
+    weights = {name: torch.from_numpy(checkpoint.decode(name)) for name in checkpoint.tensors}
+    return _from_pretrained(checkpoint, None, config=config, state_dict=weights, dtype=dtype)
+
+
+def _load_gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
+    from thinfer.models.registry import architectures
+    from thinfer.pruning.gguf_model import config_and_weights
+
+    known = {name for module in architectures().values() for name in module.GGUF_ARCHS}
+    if checkpoint.metadata.get("general.architecture") in known:
+        config, weights = config_and_weights(checkpoint)
+        return _from_pretrained(checkpoint, None, config=config, state_dict=weights, dtype=dtype)
+    folder, name = str(checkpoint.path.parent), checkpoint.path.name
+    model = _from_pretrained(checkpoint, folder, gguf_file=name, dtype=dtype, local_files_only=True)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model
+
+
+def _from_pretrained(checkpoint: Checkpoint, path: str | None, **options: Any) -> PreTrainedModel:
+    """The model, with every weight it needs: transformers would make up those that are missing."""
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    where = checkpoint.path
+    make: Any = transformers.AutoModelForCausalLM
+    if path is None:  # weights in hand need the class itself
+        make = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[options["config"].model_type])
+    try:
+        model, told = make.from_pretrained(path, output_loading_info=True, **options)
+    except (ValueError, KeyError, NotImplementedError) as error:
+        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        raise UnsupportedError(
+            f"{where}: transformers cannot load it as a decoder ({reason}); model types that need code from the "
+            "checkpoint are not run"
+        ) from error
+    except (OSError, RuntimeError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        raise CheckpointError(f"{where}: transformers cannot load it ({reason}); fetch the model again") from error
+    missing = sorted(told["missing_keys"])
+    if missing:
+        shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+        raise CheckpointError(f"{where}: {len(missing)} tensors are missing: {shown}; fetch the model again")
+    loaded: PreTrainedModel = model
+    return loaded
+
+
+def _save_model(model: PreTrainedModel, folder: Path) -> None:
+    import transformers
+
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    make: Any = transformers.GenerationConfig
+    # Settings that transformers finds contradictory cannot be saved; the checkpoint's own file is carried along.
+    generation, model.generation_config = model.generation_config, make()
+    try:
+        model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+    finally:
+        model.generation_config = generation
+    (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _stored_as(model: PreTrainedModel, dtype: str | None) -> Iterator[None]:
+    """The floating parameters in another precision, each still the same object, so that ties stay."""
+    import torch
+
+    if dtype is None:
+        yield
+        return
+    kept = {name: value.dtype for name, value in model.named_parameters() if value.is_floating_point()}
+    values = dict(model.named_parameters())
+    for name in kept:
+        values[name].data = values[name].data.to(getattr(torch, dtype))
+    try:
+        yield
+    finally:
+        for name, original in kept.items():
+            values[name].data = values[name].data.to(original)
+
+
+def _frame(backend: Any, bos_id: int | None, eos_id: int | None) -> Any:
+    """A post-processor that puts BOS and EOS around a text."""
+    from tokenizers.processors import TemplateProcessing
+
+    ends = {place: (backend.id_to_token(i), i) for place, i in (("bos", bos_id), ("eos", eos_id)) if i is not None}
+    if not ends:
+        return None
+
+    def frame(body: str, kind: int) -> str:
+        before = f"{ends['bos'][0]}:{kind} " if "bos" in ends else ""
+        after = f" {ends['eos'][0]}:{kind}" if "eos" in ends else ""
+        return f"{before}{body}:{kind}{after}"
+
+    return TemplateProcessing(
+        single=frame("$A", 0),
+        pair=f"{frame('$A', 0)} {frame('$B', 1)}",
+        special_tokens=list(dict.fromkeys(ends.values())),
+    )
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Without transformers' bars and hints; what matters is an exception or a note."""
+    import transformers.utils
+
+    logging: Any = transformers.utils.logging
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
