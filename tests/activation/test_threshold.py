@@ -108,6 +108,8 @@ def test_an_artifact_in_the_model_s_own_folder_moves_with_it(tmp_path):
         ({"sparsity": 0.95, "allocation": "greedy"}, "uniform for more"),
         ({"max_ppl_increase": -1.0}, "above 0"),
         ({"sparsity": 0.4, "samples": 0}, "samples"),
+        ({"sparsity": 0.4, "samples": "many"}, "samples"),
+        ({"sparsity": "half"}, "sparsity must be a number"),
         ({"sparsity": 0.4, "bogus": 1}, "unknown option bogus"),
     ],
 )

@@ -136,6 +136,12 @@ def test_csv_has_one_line_a_row(rows):
     assert json.loads(read[0]["samples"]) == rows[0]["samples"]
 
 
+def test_csv_keeps_the_operations():
+    rows = measure([contender([], "A", [1.0])], [Test("pp", 512)], 1, operations=True)
+    (line,) = csv.DictReader(io.StringIO(report.as_csv(rows)))
+    assert json.loads(line["operations"]) == [{"kind": "add", "seconds": 1.0, "bytes": 0}]
+
+
 def test_md_is_a_table_of_equal_columns(rows):
     lines = report.as_md(rows).splitlines()
     assert len(lines) == 2 + len(rows)

@@ -225,6 +225,14 @@ def test_chat_template_may_be_a_file(llm, tmp_path):
         ("calibrate", "m", "-o", "d", "--sparsity", "1"),
         ("calibrate", "m", "-o", "d", "--sparsity", "0.4", "--max-ppl-increase", "2%"),
         ("demo", "--model", "unknown"),
+        ("run", "-m", "", "-p", "x"),
+        ("run", "", "x"),
+        ("bench", "-m", ""),
+        ("info", "-m", ""),
+        ("eval", "perplexity", "-m", ""),
+        ("calibrate", "-m", "", "-o", "d", "--sparsity", "0.4"),
+        ("calibrate", "m", "-o", "", "--sparsity", "0.4"),
+        ("demo", "-o", ""),
         ("no-such-verb",),
         ("--no-such-option",),
     ],
@@ -235,6 +243,24 @@ def test_wrong_usage_exits_with_2_and_one_message(llm, arguments):
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     assert result.stderr.strip()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--temp", "-1"),
+        ("--top-p", "0"),
+        ("--top-k", "-1"),
+        ("--min-p", "2"),
+        ("--repeat-penalty", "nan"),
+        ("--stop", ""),
+    ],
+)
+def test_sampling_is_checked_before_the_model_is_opened(llm, arguments):
+    result = invoke("run", "m", "x", *arguments)
+    assert result.exit_code == 2
+    assert "must be" in result.stderr
+    assert llm.last is None
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,11 @@ def test_defaults_are_neutral():
         {"max_tokens": 0},
         {"max_tokens": 2.0},
         {"max_tokens": 3, "min_tokens": 4},
+        {"temperature": "x"},
+        {"top_p": None},
+        {"min_p": [0.1]},
+        {"stop": 5},
+        {"seed": "1"},
     ],
     ids=str,
 )

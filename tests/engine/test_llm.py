@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from thinfer.core.artifact import Artifact
 from thinfer.core.sampling import SamplingParams
@@ -275,3 +276,52 @@ def test_thresholds_for_other_weights_are_refused(tmp_path):
         LLM(tmp_path / "sparse", executor="reference")
     document = json.loads((tmp_path / "sparse" / "thinfer.json").read_text())
     assert document["base"] == "../model"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"chunk": 10**12}, "chunk is 1000000000000; it must be at most"),
+        ({"kv_tokens": 10**12}, "kv_tokens is"),
+        ({"isa": 5}, "isa is 5"),
+        ({"threads": "x"}, "threads is 'x'"),
+        ({"sparsity": 0.4}, "sparsity is 0.4"),
+        ({"weights": ["q8"]}, "weights is"),
+        ({"chat_template": 5}, "chat_template must be"),
+    ],
+    ids=str,
+)
+def test_options_of_a_wrong_kind_are_usage_errors(tiny_folder, options, message):
+    with pytest.raises(UsageError, match=message):
+        LLM(tiny_folder, **options)
+
+
+@pytest.mark.parametrize("model", [None, 5, "", " "])
+def test_what_names_no_model_is_a_usage_error(model):
+    with pytest.raises(UsageError, match="a model is a path or a hub id"):
+        LLM(model)
+
+
+def test_calls_of_a_wrong_kind_are_usage_errors(llm):
+    for messages in (None, 5, "Hello", {"role": "user"}):
+        with pytest.raises(UsageError, match="a chat is a list of messages"):
+            llm.chat_prompt(messages)
+    for prompt in (None, 5):
+        with pytest.raises(UsageError, match="a prompt is text or"):
+            llm.generate(prompt)
+    with pytest.raises(UsageError, match="cancel must be"):
+        llm.generate("x", GREEDY, cancel=5)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e5])
+def test_weights_that_cannot_be_requantised_are_named(tmp_path, value):
+    pytest.importorskip("thinfer._core")
+    folder = write_tiny_llama(tmp_path / "bad")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors[name][3, 5] = value
+    save_file(tensors, folder / "model.safetensors")
+    for weights in ("q8", "q4", "f16"):
+        with pytest.raises(CheckpointError, match=f"{name} has NaN, infinity .* row 3, which weights {weights}"):
+            LLM(folder, executor="cpu", weights=weights)
+    LLM(folder, executor="cpu").close()

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -56,6 +57,10 @@ class CalibrationOptions:
     prefill: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("sparsity", "max_ppl_increase"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Real):
+                raise UsageError(f"{name} must be a number, not {value!r:.60}")
         if self.method not in get_args(Method):
             raise UsageError(f"method is {self.method!r}; choose one of {', '.join(get_args(Method))}")
         if self.allocation not in get_args(Allocation):
@@ -69,8 +74,9 @@ class CalibrationOptions:
         if self.max_ppl_increase is not None and not 0 < self.max_ppl_increase < 10:
             raise UsageError(f"max_ppl_increase must be above 0, such as 0.02 for 2 %, not {self.max_ppl_increase}")
         for name, least in (("samples", 1), ("held_out", 1), ("seq_len", 2), ("sink_tokens", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise UsageError(f"{name} must be at least {least}, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+                raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r:.60}")
 
 
 def calibrate(

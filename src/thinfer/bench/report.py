@@ -22,7 +22,7 @@ def as_jsonl(rows: Sequence[Row]) -> str:
 
 def as_csv(rows: Sequence[Row]) -> str:
     """One line a row under a header; lists are JSON in their cell."""
-    names = list(dict.fromkeys(name for row in rows for name in row if name != "operations"))
+    names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)

@@ -67,6 +67,7 @@ def bench(
         return
     if not model:
         raise UsageError("which model? thinfer bench -m MODEL")
+    model = [opt.named(reference, "-m") for reference in model]
     from thinfer.bench import report
     from thinfer.bench.peers import open_peers
     from thinfer.bench.throughput import Test, measure, open_contender

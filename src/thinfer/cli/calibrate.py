@@ -34,7 +34,9 @@ def calibrate(
     *,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Instead of -m.")] = None,
     model: opt.Model = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder to write; it points to MODEL.")] = None,
+    out: Annotated[
+        str | None, typer.Option("--out", "-o", metavar="<path>", help="Folder to write; it points to MODEL.")
+    ] = None,
     method: Annotated[
         Method, typer.Option("--method", help="teal scores |x|; wina |x| times the norm of the channel's weights.")
     ] = Method.teal,
@@ -67,6 +69,7 @@ def calibrate(
         raise UsageError(f"unexpected argument {rest[0]!r}")
     if out is None:
         raise UsageError("where to write? -o DIR")
+    opt.named(out, "-o")
     if (sparsity is None) == (max_ppl_increase is None):
         raise UsageError("give one of --sparsity 0.4 and --max-ppl-increase 2%")
     if sparsity is not None and not 0 <= sparsity < 1:

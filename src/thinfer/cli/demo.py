@@ -11,9 +11,9 @@ from thinfer.cli import options as opt
 
 def demo(
     model: Annotated[str, typer.Option("--model", "-m", help="smollm2 (98 MB) or qwen1.5b (1.1 GB).")] = "smollm2",
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the figures and the sparse models.")] = Path(
-        "demo"
-    ),
+    folder: Annotated[
+        str, typer.Option("--out", "-o", metavar="<path>", help="Folder for the figures and the sparse models.")
+    ] = "demo",
     threads: opt.Threads = None,
     isa: opt.Isa = None,
 ) -> None:
@@ -26,6 +26,7 @@ def demo(
     from thinfer.bench.demo_models import DEMO_MODELS, fetch
     from thinfer.core.artifact import require_writable
 
+    out = Path(opt.named(folder, "-o"))
     require_writable(out)
     options = opt.engine_options(threads=threads, isa=isa)
     with opt.status() as progress:

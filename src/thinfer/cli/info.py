@@ -36,6 +36,8 @@ def info(
         model, *rest = rest
     if rest:
         raise UsageError(f"unexpected argument {rest[0]!r}")
+    if model is not None:
+        model = opt.named(model, "-m")
     from thinfer.bench.facts import machine_facts, model_facts
 
     shown: dict[str, Any] = {"machine": machine_facts(engine["threads"], engine["isa"])}

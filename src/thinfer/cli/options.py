@@ -113,10 +113,17 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what was 
 def one_model(option: str | None, positional: Sequence[str], verb: str) -> tuple[str, list[str]]:
     """The model and the positional arguments that remain: the model is -m, else the first positional argument."""
     if option is not None:
-        return option, list(positional)
+        return named(option, "-m"), list(positional)
     if not positional:
         raise UsageError(f"which model? thinfer {verb} MODEL, or -m MODEL ({MODEL_HELP[0].lower()}{MODEL_HELP[1:-1]})")
-    return positional[0], list(positional[1:])
+    return named(positional[0], "MODEL"), list(positional[1:])
+
+
+def named(value: str, option: str) -> str:
+    """The value; UsageError when it is empty, as an unset variable of a shell makes it."""
+    if not value.strip():
+        raise UsageError(f"{option} is empty; name a model, file or folder")
+    return value
 
 
 def engine_options(

@@ -61,15 +61,8 @@ def run(
     if prompt is None and output is Output.json:
         raise UsageError("-o json needs a prompt: -p TEXT, or text on stdin")
 
-    from thinfer import LLM
+    from thinfer import LLM, SamplingParams
 
-    llm = LLM(
-        reference,
-        chat_template=opt.template_text(chat_template),
-        **engine,
-    )
-    if not quiet:
-        opt.say(llm.describe())
     given: dict[str, Any] = {
         "temperature": temperature,
         "top_k": top_k,
@@ -83,7 +76,17 @@ def run(
         "ignore_eos": ignore_eos or None,
         "max_tokens": max_tokens if max_tokens is not None else (1024 if prompt is None else 256),
     }
-    params = replace(llm.default_params, **{name: value for name, value in given.items() if value is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    SamplingParams(**given)  # a wrong value is refused here, not after a minute of loading
+
+    llm = LLM(
+        reference,
+        chat_template=opt.template_text(chat_template),
+        **engine,
+    )
+    if not quiet:
+        opt.say(llm.describe())
+    params = replace(llm.default_params, **given)
     if prompt is None:
         from thinfer.cli.chat import converse
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from thinfer.errors import UsageError
+
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         stop: Any = self.stop
-        if isinstance(stop, str):
-            raise UsageError("stop must be a tuple of strings, not one string")
+        if isinstance(stop, str) or not isinstance(stop, Iterable):
+            raise UsageError(f"stop must be a tuple of strings, not {stop!r:.60}")
         stop = tuple(stop)
         object.__setattr__(self, "stop", stop)
+        for name in _NUMBERS:
+            if not isinstance(getattr(self, name), Real):
+                raise UsageError(f"{name} must be a number, not {getattr(self, name)!r:.60}")
         checks = (
             ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
             ("top_k", _whole(self.top_k) and self.top_k >= 0, "0 (off) or a whole number above"),

@@ -14,6 +14,7 @@ from thinfer.core.graph import Graph, Node
 from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.batch import Batch
 from thinfer.engine.executor import Float32, KindCount, Observe
+from thinfer.engine.finite import require_finite
 from thinfer.engine.kv_cache import KvLayout
 from thinfer.engine.layout_choice import (
     Candidate,
@@ -327,6 +328,9 @@ class CpuExecutor:
         matrices = []
         for planned in plan_linear(node, weights, selector, self._options, shape):
             plan = settle(planned, self._layouts)
+            if plan.codec is not None:
+                for name in plan.weights:
+                    require_finite(weights.source(name), self._options.weights)
             matrix = self._pack(node, plan, self._arena)
             self.linears.append(PackedLinear(node.attrs["site"], plan, matrix.codec, matrix.layout, matrix.nbytes))
             matrices.append(matrix)

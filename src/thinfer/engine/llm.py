@@ -49,6 +49,8 @@ class LLM:
             options: fields of EngineOptions.
         """
         self.options = EngineOptions.from_keywords(options)
+        if chat_template is not None and not isinstance(chat_template, str):
+            raise UsageError(f"chat_template must be the text of a Jinja template, not {chat_template!r:.60}")
         self._checkpoint = open_checkpoint(model)
         try:
             loaded = load_model(self._checkpoint)

@@ -21,6 +21,8 @@ _CHOICES = {
     "layout": get_args(LayoutName),
 }
 DEFAULT_MAX_MODEL_LEN = 4096
+# Buffers hold `chunk` rows and the KV pool keeps a record a block: more than this is a mistake and not a wish.
+_MOST = {"threads": MAX_THREADS, "chunk": 1 << 16, "kv_tokens": 1 << 28}
 _LOGITS_BYTES = 32 << 20
 
 
@@ -68,8 +70,16 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1")
-        if self.threads is not None and self.threads > MAX_THREADS:
-            raise UsageError(f"threads is {self.threads}; it must be at most {MAX_THREADS}")
+            if value is not None and value > _MOST.get(name, value):
+                raise UsageError(f"{name} is {value}; it must be at most {_MOST[name]}")
+        isa: Any = self.isa
+        if isa is not None and (not isinstance(isa, str) or not isa):
+            raise UsageError(f"isa is {isa!r}; it must be the name of an instruction set, such as avx2, or None")
+        if not isinstance(self.sparsity, bool):
+            raise UsageError(
+                f"sparsity is {self.sparsity!r}; True uses the model's thresholds, False runs dense, and "
+                "thinfer calibrate sets how sparse"
+            )
 
     @classmethod
     def from_keywords(cls, keywords: dict[str, Any]) -> "EngineOptions":

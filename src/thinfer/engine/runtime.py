@@ -36,7 +36,11 @@ def is_cancelled(cancel: Cancel | None) -> bool:
     """Whether the flag is set, or the function says so."""
     if cancel is None:
         return False
-    return cancel.is_set() if isinstance(cancel, threading.Event) else cancel()
+    if isinstance(cancel, threading.Event):
+        return cancel.is_set()
+    if not callable(cancel):
+        raise UsageError(f"cancel must be a threading.Event or a function without arguments, not {cancel!r:.60}")
+    return cancel()
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from thinfer.errors import ArtifactError, CheckpointError, UnsupportedError
+from thinfer.errors import ArtifactError, CheckpointError, UnsupportedError, UsageError
 from thinfer.formats.json_file import read_json
 from thinfer.formats.tensor import BLOCKS, TensorInfo
 
@@ -88,11 +88,15 @@ def open_checkpoint(ref: str | Path) -> Checkpoint:
         CheckpointError: Missing, truncated or corrupt files.
         UnsupportedError: A format that thinfer does not read.
         ArtifactError: A thinfer.json that cannot be read.
+        UsageError: ``ref`` is empty, or neither text nor a path.
 
     Example:
         >>> open_checkpoint("model.gguf").kind  # doctest: +SKIP
         'gguf'
     """
+    given: object = ref
+    if not isinstance(given, str | Path) or not str(given).strip():
+        raise UsageError(f"a model is a path or a hub id, not {given!r:.60}")
     try:
         return _find(ref)
     except OSError as error:

@@ -246,7 +246,9 @@ def _alternatives(spellings: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _check(messages: Sequence[object]) -> None:
+def _check(messages: object) -> None:
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
+        raise UsageError(f"a chat is a list of messages with role and content, not {messages!r:.60}")
     if not messages:
         raise UsageError("a chat needs at least one message, such as {'role': 'user', 'content': 'Hi'}")
     for message in messages:
