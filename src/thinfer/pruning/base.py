@@ -113,7 +113,7 @@ def make(name: str, options: Mapping[str, Any] | None = None, kind: str = "") ->
         raise UsageError(f"no {kind or 'pruning method'} named {name!r}; there are {', '.join(known)}")
     path = f"thinfer.pruning.{kind}.{name}" if kind else f"thinfer.pruning.{name}"
     method = importlib.import_module(path.replace("-", "_")).METHOD
-    fields = {item.name for item in dataclasses.fields(method)}
+    fields = {item.name for item in dataclasses.fields(method) if item.init}
     unknown = sorted(set(options or {}) - fields)
     if unknown:
         raise UsageError(f"{name} has no option {', '.join(unknown)}; it has {', '.join(sorted(fields)) or 'none'}")
