@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from thinfer.cli import bench, calibrate, demo, evaluate, info, run
+from thinfer.cli import bench, calibrate, demo, evaluate, info, recover, run
 from thinfer.errors import ThinferError
 
 _INTERRUPTED = 130
@@ -81,6 +81,7 @@ app.command("run")(run.run)
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
 app.command("calibrate")(calibrate.calibrate)
+app.command("recover")(recover.recover)
 app.command("info")(info.info)
 app.command("demo")(demo.demo)
 
