@@ -57,11 +57,7 @@ def keep_n_of_m(scores: Tensor, pattern: SparsityPattern) -> Tensor:
         UsageError: the number of inputs is no multiple of m.
     """
     rows, columns = scores.shape
-    if columns % pattern.m:
-        raise UsageError(
-            f"pattern {pattern}: a matrix has {columns} inputs, no multiple of {pattern.m}; "
-            "choose another pattern, or leave this matrix out"
-        )
+    check_fits(columns, pattern)
     groups = scores.reshape(-1, pattern.m)
     return keep_highest(groups, pattern.m - pattern.n).reshape(rows, columns)
 
@@ -87,6 +83,15 @@ def keep_highest(scores: Tensor, zeros: int) -> Tensor:
         ties = scores == threshold
         kept |= ties & (ties.flip(1).cumsum(1, dtype=torch.int32).flip(1) <= spare)
     return kept
+
+
+def check_fits(inputs: int, pattern: SparsityPattern) -> None:
+    """UsageError where a matrix with so many inputs cannot follow the pattern."""
+    if pattern.structured and inputs % pattern.m:
+        raise UsageError(
+            f"pattern {pattern}: a matrix has {inputs} inputs, no multiple of {pattern.m}; "
+            "choose another pattern, or leave this matrix out"
+        )
 
 
 def zero_count(size: int, sparsity: float) -> int:

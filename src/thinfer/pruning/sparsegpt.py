@@ -19,7 +19,7 @@ from thinfer.core.pattern import SparsityPattern
 from thinfer.errors import CheckFailed, UsageError
 from thinfer.pruning.base import Need, Pruned, Target
 from thinfer.pruning.magnitude import prune_unseen
-from thinfer.pruning.masks import keep_highest, keep_n_of_m, zero_count
+from thinfer.pruning.masks import check_fits, keep_highest, keep_n_of_m, zero_count
 from thinfer.pruning.quantization import Grid
 from thinfer.pruning.statistics import InputStatistics
 
@@ -38,7 +38,8 @@ class SparseGpt:
         block: inputs whose mask is chosen at once, over all rows (n:m chooses m at a time).
         damping: share of the mean of the Gram matrix's diagonal that is added to the diagonal; ten times as much, again
             and again, while the matrix is not positive definite. The report holds what was used.
-        bits: 0 keeps floating point; 2 to 8 round the kept weights to that many bits, with the mask as it is.
+        bits: 0 keeps floating point; 2 to 8 round the kept weights to that many bits as they are settled, so that the
+            later ones compensate for this too. The mask is that of bits = 0.
         symmetric: as many levels above 0 as below it.
         group: inputs that share a scale; 0 for a scale for each output.
 
@@ -86,17 +87,21 @@ class SparseGpt:
             CheckFailed: the weights or the Gram matrix hold NaN or infinities.
             UsageError: the number of inputs is no multiple of m, or of the group.
         """
+        check_fits(weight.shape[1], target.pattern)  # here: the sweep sees a block of the inputs at a time
         unseen = prune_unseen(weight, inputs, target, "layer")
         if unseen is not None:
             return unseen
         name = f"sparsegpt {self.damping}"
         factor: _Factor = inputs.derive(name, lambda: _factor(_gram(inputs), self.damping))
-        grid = Grid.fit(weight, self.bits, self.symmetric, self.group) if self.bits else None
-        pruned = _sweep(weight, factor, target, self.block, grid)
-        pruned.notes["damping"] = factor.damping
-        if grid is not None:
+        pruned = _sweep(weight, factor, target, self.block)
+        if self.bits:
+            # Levels that end where the dense weights end would clip those that grow to compensate; so the pruned ones
+            # say how far the levels reach, and their mask stays.
+            grid = Grid.fit(pruned.weight, self.bits, self.symmetric, self.group)
+            pruned = _sweep(weight, factor, target, self.block, pruned.mask, grid)
             pruned.notes["bits"] = self.bits
             pruned.notes["kept_but_rounded_to_zero"] = int((pruned.mask & (pruned.weight == 0)).sum())
+        pruned.notes["damping"] = factor.damping
         return pruned
 
 
@@ -139,15 +144,18 @@ def _factor(gram: Tensor, damping: float) -> _Factor:
     )
 
 
-def _sweep(weight: Tensor, factor: _Factor, target: Target, block: int, grid: Grid | None) -> Pruned:
-    """All inputs in turn. Everything is held transposed, [inputs, outputs], so that an input is contiguous."""
+def _sweep(
+    weight: Tensor, factor: _Factor, target: Target, block: int, mask: Tensor | None = None, grid: Grid | None = None
+) -> Pruned:
+    """All inputs in turn, with this mask if there is one; rounded to the levels of a grid, if there is one."""
+    # Everything is held transposed, [inputs, outputs], so that an input is contiguous.
     inputs, outputs = weight.T.shape
     pattern = target.pattern
     if pattern.structured:
         block = max(block - block % pattern.m, pattern.m)
     dense = weight.T.contiguous()
     values, errors = torch.empty_like(dense), torch.empty_like(dense)
-    kept = torch.empty_like(dense, dtype=torch.bool)
+    kept = torch.empty_like(dense, dtype=torch.bool) if mask is None else mask.T.contiguous()
     coupling = factor.coupling.to(weight.device)
     cost = factor.cost.to(weight.device)[:, None]
     for start in range(0, inputs, block):
@@ -161,17 +169,18 @@ def _sweep(weight: Tensor, factor: _Factor, target: Target, block: int, grid: Gr
             wanted = demanded[first - start : last - start]
             if first > start:
                 wanted = torch.addmm(wanted, coupling[start:first, part].T, errors[start:first])
-            scores = _best(dense[part], wanted, coupling[part, part]).square_().mul_(cost[part])
-            kept[part] = _choose(scores.T, pattern, _zeros_between(first, last, outputs, target.sparsity)).T
+            if mask is None:
+                scores = _best(dense[part], wanted, coupling[part, part]).square_().mul_(cost[part])
+                kept[part] = _choose(scores.T, pattern, _zeros_between(first, last, outputs, target.sparsity)).T
             for column in range(first, last):
                 best = torch.addmv(wanted[column - first], errors[first:column].T, coupling[first:column, column])
                 if grid is not None:
                     best = grid.nearest(best, column)
                 torch.mul(best, kept[column], out=values[column])
                 torch.sub(dense[column], values[column], out=errors[column])
-    mask = kept.T.contiguous()
+    final = kept.T.contiguous()
     # where, not the products above: those leave negative zeros.
-    return Pruned(torch.where(mask, values.T, 0.0), mask)
+    return Pruned(torch.where(final, values.T, 0.0), final)
 
 
 def _best(dense: Tensor, wanted: Tensor, coupling: Tensor) -> Tensor:
