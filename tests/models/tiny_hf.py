@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from models.tiny import BASE, TINY
 
 
-def make_model(model_type: str, variant: str) -> Any:
+def make_model(model_type: str, variant: str, **config_values: Any) -> Any:
     """A float32 model in which every parameter, norms and biases too, is random and matters."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **(BASE | TINY[model_type][variant]))
+    config = AutoConfig.for_model(model_type, **(BASE | TINY[model_type][variant] | config_values))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

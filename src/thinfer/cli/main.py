@@ -82,6 +82,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
 app.command("calibrate")(calibrate.calibrate)
 app.command("recover")(recover.recover)
+app.command("export")(export.export)
 app.command("info")(info.info)
 app.command("demo")(demo.demo)
 

@@ -1,0 +1,1 @@
+"""Models in the file formats of other programs."""
