@@ -23,6 +23,7 @@ class Wanda:
         UsageError: another scope.
 
     Example:
+        >>> import torch
         >>> inputs = InputStatistics(2, frozenset({"norm"}))
         >>> inputs.add(torch.tensor([[5.0, 1.0]]))
         >>> Wanda().prune(torch.tensor([[1.0, -2.0]]), inputs, Target(0.5)).weight.tolist()
