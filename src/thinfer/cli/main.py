@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from thinfer.cli import bench, calibrate, demo, evaluate, info, recover, run
+from thinfer.cli import bench, calibrate, demo, evaluate, export, info, prune, recover, run
 from thinfer.errors import ThinferError
 
 _INTERRUPTED = 130
@@ -83,6 +83,7 @@ app.add_typer(evaluate.app, name="eval")
 app.command("calibrate")(calibrate.calibrate)
 app.command("recover")(recover.recover)
 app.command("export")(export.export)
+app.add_typer(prune.app, name="prune")
 app.command("info")(info.info)
 app.command("demo")(demo.demo)
 

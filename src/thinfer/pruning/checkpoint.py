@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinfer.errors import CheckpointError, UnsupportedError, UsageError
+from thinfer.errors import CheckFailed, CheckpointError, UnsupportedError, UsageError
 from thinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from thinfer.text.chat import stored_templates
 from thinfer.text.gguf_tokenizer import build_tokenizer
@@ -154,8 +154,8 @@ def save_folder(
         out: the folder; it must not exist yet, or be empty.
         source: where tokenizer, chat template and generation settings are taken from.
         files: further files by name, such as README.md.
-        dtype: precision of the saved weights ("float32", "bfloat16", "float16"); the weights of `model` itself are
-            rounded to it, so that it and the folder are equal. None: as they are.
+        dtype: precision of the saved weights ("float32", "bfloat16", "float16"); None: as they are. The weights of
+            `model` itself are rounded to it, so that it and the folder are equal.
 
     Raises:
         UsageError: the folder exists, or cannot be made.
@@ -184,6 +184,21 @@ def save_folder(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def round_weights(model: PreTrainedModel, dtype: str) -> None:
+    """Round the weights to a precision, in place and in the type they have: as they will be saved.
+
+    Raises:
+        CheckFailed: a weight is too large for it, or is not finite.
+    """
+    import torch
+
+    for name, value in model.named_parameters():
+        if value.is_floating_point():
+            value.data.copy_(value.data.to(getattr(torch, dtype)))
+            if not torch.isfinite(value.data).all():
+                raise CheckFailed(f"{name} has a weight that {dtype} cannot hold; save with --save-dtype float32")
 
 
 def require_new_folder(out: str | Path) -> Path:
