@@ -48,6 +48,27 @@ _PRUNE = "model"
 app = typer.Typer(cls=PruneGroup, rich_markup_mode=None, help="Remove weights that a model can do without.")
 
 
+def _flag(row: "dataclasses.Field[Any]", annotated: Any) -> Parameter:
+    """The flag of a row of the table; None when it is not given, so that a recipe file can say it."""
+    kind, text = get_args(annotated)[:2]
+    if not isinstance(text, Help):
+        raise TypeError(f"row {row.name} of the recipe table has no help")
+    if get_origin(kind) is UnionType:
+        kind = next(part for part in get_args(kind) if part is not type(None))
+    name = "--" + row.name.replace("_", "-")
+    names = [f"{name}/--no-{row.name.replace('_', '-')}"] if kind is bool else [name, *filter(None, [text.flag])]
+    if get_origin(kind) in (tuple, dict):
+        kind = list[str]
+    default = row.default
+    shown = (
+        ""
+        if default in (None, (), False) or row.default_factory is not dataclasses.MISSING
+        else f" [default: {default}]"
+    )
+    option = typer.Option(*names, help=text.text + shown, show_default=False)
+    return Parameter(row.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+
+
 def with_recipe_options(command: Command) -> Command:
     """Decorate a verb: in place of its parameter ``given`` it shows a flag for every row of the recipe table.
 
@@ -178,27 +199,6 @@ def methods(
     for row in rows:
         settings = " ".join(f"{name}={value}" for name, value in row.items() if name not in ("kind", "name"))
         sys.stdout.write(f"{row['kind']:17}  {row['name']:16}  {settings}\n")
-
-
-def _flag(row: "dataclasses.Field[Any]", annotated: Any) -> Parameter:
-    """The flag of a row of the table; None when it is not given, so that a recipe file can say it."""
-    kind, text = get_args(annotated)[:2]
-    if not isinstance(text, Help):
-        raise TypeError(f"row {row.name} of the recipe table has no help")
-    if get_origin(kind) is UnionType:
-        kind = next(part for part in get_args(kind) if part is not type(None))
-    name = "--" + row.name.replace("_", "-")
-    names = [f"{name}/--no-{row.name.replace('_', '-')}"] if kind is bool else [name, *filter(None, [text.flag])]
-    if get_origin(kind) in (tuple, dict):
-        kind = list[str]
-    default = row.default
-    shown = (
-        ""
-        if default in (None, (), False) or row.default_factory is not dataclasses.MISSING
-        else f" [default: {default}]"
-    )
-    option = typer.Option(*names, help=text.text + shown, show_default=False)
-    return Parameter(row.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
 
 
 @contextmanager
