@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,8 +188,19 @@ def observe_block(
     captured: Captured,
     needs: frozenset[Need],
     device: torch.device | str,
+    *,
+    advance: bool = False,
 ) -> dict[str, InputStatistics]:
     """Statistics of the inputs of `matrices` of a block, by name; matrices with one input share one object.
+
+    Args:
+        block: lies on `device`.
+        trace: of this block.
+        matrices: those to observe.
+        captured: the state before this block.
+        needs: what is recorded.
+        device: where the block runs.
+        advance: whether the state then is that after this block; if not, the run ends at the last input that matters.
 
     Raises:
         UnsupportedError: a matrix that is not an expert's is never applied.
@@ -213,16 +224,15 @@ def observe_block(
             except CheckFailed as error:
                 raise CheckFailed(f"{matrix.name}: {error}") from error
         waiting.discard(matrix.name)
-        if not waiting and trace.once:
+        if not waiting and trace.once and not advance:
             raise _AllSeenError
 
     for batch in range(len(captured.hidden)):
         waiting.update(leaders)
-        try:
-            with InputObserver(matrices, seen):
-                captured.run(block, batch, device)
-        except _AllSeenError:
-            pass
+        with suppress(_AllSeenError), InputObserver(matrices, seen):
+            output = captured.run(block, batch, device)
+            if advance:
+                captured.hidden[batch] = output.cpu()
     for name in by_name:
         # A number within the block marks an expert, to which no token may have been routed.
         if statistics[name].rows == 0 and not re.search(r"[.\[]\d", name.removeprefix(block.name)):
