@@ -142,7 +142,7 @@ def save_folder(
     out: str | Path,
     *,
     source: Checkpoint | None = None,
-    files: Mapping[str, str] | None = None,
+    files: Mapping[str, str | bytes] | None = None,
     dtype: str | None = None,
 ) -> None:
     """Write an ordinary Hugging Face folder: dense safetensors, configuration, tokenizer and chat template.
@@ -172,14 +172,14 @@ def save_folder(
         if source is not None:
             carry_tokenizer(source, partial)
         for name, text in (files or {}).items():
-            (partial / name).write_text(text, encoding="utf-8")
-        for path in partial.rglob("*"):
-            if path.is_file():
-                _flush(path)
-        # mkdtemp makes the folder private; the result is as readable as any other.
+            (partial / name).write_bytes(text.encode() if isinstance(text, str) else text)
         umask = os.umask(0)
         os.umask(umask)
-        partial.chmod(0o777 & ~umask)
+        # A temporary folder and the files of safetensors are private; the result is as readable as any other.
+        for path in (partial, *partial.rglob("*")):
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+            if path.is_file():
+                _flush(path)
         os.replace(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

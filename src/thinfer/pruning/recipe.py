@@ -136,8 +136,11 @@ class Recipe:
         return self.sparsity or 0.0
 
     def make_method(self) -> Any:
-        """The pruning method with its options."""
-        return _make(self.method, self._options(self.method), STRUCTURED if self.structured else "")
+        """The pruning method with its options; one that draws at random has the seed of the recipe."""
+        made = _make(self.method, self._options(self.method), STRUCTURED if self.structured else "")
+        if "seed" not in self._options(self.method) and any(row.name == "seed" for row in dataclasses.fields(made)):
+            made = dataclasses.replace(made, seed=self.seed)
+        return made
 
     def make_allocation(self) -> Any:
         """The allocation with its options."""
@@ -243,7 +246,7 @@ def parse_options(items: Iterable[str]) -> dict[str, Any]:
 def describe(part: Any) -> dict[str, Any]:
     """Name and every option of a method, refinement or allocation, its defaults included."""
     name = type(part).__module__.rpartition(".")[2].replace("_", "-")
-    return {"name": name, **{row.name: _plain(getattr(part, row.name)) for row in dataclasses.fields(part)}}
+    return {"name": name, **{row.name: _plain(getattr(part, row.name)) for row in dataclasses.fields(part) if row.init}}
 
 
 def select_matrices(names: Iterable[str], target: Iterable[str], ignore: Iterable[str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from thinfer.pruning.recipe import Recipe, describe
@@ -50,14 +51,16 @@ def speed_facts(structured: bool) -> dict[str, str]:
 def model_card(report: Mapping[str, Any]) -> str:
     """README.md of a pruned model."""
     recipe, method = report["recipe"], report["method"]["name"]
-    base = report["model"]["ref"]
+    base = report["model"]["ref"].rstrip("/")
+    if Path(base).expanduser().exists():
+        base = Path(base).name  # where it lay is nobody's business
     lines = [
         "---",
         "library_name: transformers",
         "tags: [thinfer, pruned]",
         "---",
         "",
-        f"# {base.rstrip('/').rpartition('/')[2]}, pruned with {method}",
+        f"# {base.rpartition('/')[2]}, pruned with {method}",
         "",
         f"Made from `{base}` by `thinfer prune`: {_what(report)}. It is an ordinary Hugging Face folder.",
         "",
@@ -80,6 +83,26 @@ def model_card(report: Mapping[str, Any]) -> str:
             "same text, tokenizer and window length.",
         ]
     return "\n".join(lines) + "\n"
+
+
+def sensitivity_plot(scan: Mapping[str, Any]) -> str:
+    """The curves of a sensitivity scan as SVG: rise of the loss against the rate, a line for each kind of matrix."""
+    import io
+
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for kind, curve in scan["curves"].items():
+        axes.plot([rate for rate, _ in curve], [rise for _, rise in curve], marker="o", label=kind)
+    axes.set_xlabel("sparsity of this kind of matrix, all others dense")
+    axes.set_ylabel("rise of the loss (nats a token)")
+    axes.legend(fontsize="small")
+    drawn = io.StringIO()
+    canvas: Any = FigureCanvasSVG(figure)
+    canvas.print_svg(drawn, metadata={"Date": None})
+    return drawn.getvalue()
 
 
 def _what(report: Mapping[str, Any]) -> str:
