@@ -11,7 +11,6 @@ from thinfer.errors import UsageError
 from thinfer.pruning.base import Pruned, Target
 from thinfer.pruning.blocks import find_stack
 from thinfer.pruning.masks import keep
-from thinfer.pruning.pipeline import MatrixPruner
 from thinfer.pruning.view import DenseView
 from thinfer.pruning.wanda import Wanda
 
@@ -47,7 +46,7 @@ def dense_inputs(model, windows, names):
 
 def make_view(method, names=None, architecture="qwen2"):
     model, windows = tiny_model(architecture).eval(), tiny_windows(6, 40)
-    return model, windows, DenseView(model, windows, names or list(find_stack(model).matrices), MatrixPruner(method))
+    return model, windows, DenseView(model, windows, names or list(find_stack(model).matrices), method=method)
 
 
 def test_norms_and_means_are_those_of_the_dense_model():
@@ -87,7 +86,7 @@ def test_only_the_chosen_matrices_are_shown():
 def test_without_text_weights_are_seen_and_nothing_else():
     model = tiny_model("llama")
     name = "model.layers.0.mlp.up_proj"
-    view = DenseView(model, None, [name], MatrixPruner(Wanda()))
+    view = DenseView(model, None, [name], method=Wanda())
     assert view.weight(name).shape == (64, 32)
     with pytest.raises(UsageError, match="calibration text"):
         view.inputs(name)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from thinfer.core.pattern import SparsityPattern
 from thinfer.errors import UsageError
+from thinfer.pruning.base import Method, Refinement
 from thinfer.pruning.blocks import Block, Matrix, find_stack
 from thinfer.pruning.pipeline import TRACE_TOKENS, MatrixPruner, batches_of, inference_state, observe_block
 from thinfer.pruning.replay import BlockTrace, Captured, capture, head_logits, trace_blocks
@@ -26,7 +28,9 @@ class DenseView:
         model: a causal language model of transformers, in main memory.
         windows: calibration token ids [windows, tokens]; None where nothing but weights will be asked for.
         names: the matrices to prune, of `find_stack(model).matrices`.
-        pruner: prunes the matrices for `loss`.
+        method: prunes the matrices for `loss`, with its refinements and pattern, as `prune_model` will.
+        refinements: see there.
+        pattern: see there.
         device: where blocks run.
         tell: told what runs.
 
@@ -34,7 +38,7 @@ class DenseView:
     others get statistics of all windows, as `inputs` does.
 
     Example:
-        >>> view = DenseView(model, windows, names, MatrixPruner(make("wanda")))  # doctest: +SKIP
+        >>> view = DenseView(model, windows, names, method=make("wanda"))  # doctest: +SKIP
         >>> make("owl", kind="allocation").rates(view, 0.5)  # doctest: +SKIP
     """
 
@@ -43,8 +47,10 @@ class DenseView:
         model: nn.Module,
         windows: Tensor | Sequence[Sequence[int]] | None,
         names: Collection[str],
-        pruner: MatrixPruner,
         *,
+        method: Method,
+        refinements: Sequence[Refinement] = (),
+        pattern: SparsityPattern = SparsityPattern(),  # noqa: B008 - frozen
         device: torch.device | str = "cpu",
         tell: Callable[[str], None] | None = None,
     ) -> None:
@@ -53,7 +59,7 @@ class DenseView:
         self._ids = None if windows is None else torch.as_tensor(windows, dtype=torch.long)
         self._chosen = [[matrix for matrix in block.matrices if matrix.name in names] for block in self._stack.blocks]
         self._matrices = {matrix.name: matrix for matrices in self._chosen for matrix in matrices}
-        self._pruner = pruner
+        self._pruner = MatrixPruner(method, tuple(refinements), pattern)
         self._device = torch.device(device)
         self._tell = tell or (lambda line: None)
         self._statistics: dict[str, InputStatistics] = {}
