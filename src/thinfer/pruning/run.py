@@ -19,7 +19,7 @@ from thinfer.errors import CheckFailed, UsageError
 from thinfer.pruning.blocks import Stack, find_stack
 from thinfer.pruning.checkpoint import LoadedModel, load_torch, require_new_folder, round_weights, save_folder
 from thinfer.pruning.phases import Phases
-from thinfer.pruning.pipeline import MatrixPruner, prune_model
+from thinfer.pruning.pipeline import prune_model
 from thinfer.pruning.quality import Quality, torch_perplexity
 from thinfer.pruning.recipe import DEFAULT_SAMPLES, Recipe, select_matrices
 from thinfer.pruning.report import model_card, new_report, quality_notes, sensitivity_plot, speed_facts
@@ -222,22 +222,24 @@ class _Run:
     def _prune(self, names: list[str], windows: TokenWindows | None) -> None:
         recipe, report = self._recipe, self._report
         ids = None if windows is None else torch.tensor(windows.windows)
-        pruner = MatrixPruner(recipe.make_method(), tuple(recipe.make_refinements()), recipe.sparsity_pattern)
+        parts: dict[str, Any] = {
+            "method": recipe.make_method(),
+            "refinements": recipe.make_refinements(),
+            "pattern": recipe.sparsity_pattern,
+            "device": recipe.device,
+        }
         key = {part: report.get(part) for part in ("method", "refinements", "pattern", "allocation", "calibration")}
         key |= {"names": names, "sparsity": recipe.target_sparsity, "dtype": str(self._loaded.model.dtype)}
         self._tell(0, 0, f"spreading the sparsity: {recipe.allocation}")
         with self._phases.measure("allocate"):
-            spread = self._once("rates", key, lambda: self._allocate(ids, names, pruner))
+            spread = self._once("rates", key, lambda: self._allocate(ids, names, parts))
         report["allocation"] |= {"scans": spread["scans"]} if spread["scans"] else {}
         result = prune_model(
             self._loaded.model,
             ids,
             spread["rates"],
-            method=pruner.method,
-            refinements=pruner.refinements,
-            pattern=pruner.pattern,
+            **parts,
             true_sequential=recipe.true_sequential,
-            device=recipe.device,
             workdir=self._partial / "blocks",
             progress=self._tell,
         )
@@ -246,13 +248,11 @@ class _Run:
         report["resumed_blocks"] = result.resumed
         report["phases"] = result.phases
 
-    def _allocate(self, ids: Tensor | None, names: list[str], pruner: MatrixPruner) -> dict[str, Any]:
+    def _allocate(self, ids: Tensor | None, names: list[str], parts: dict[str, Any]) -> dict[str, Any]:
         """The rate of each matrix, and the curves that the allocation measured, if it did."""
         recipe = self._recipe
         allocation = recipe.make_allocation()
-        view = DenseView(
-            self._loaded.model, ids, names, pruner, device=recipe.device, tell=lambda line: self._tell(0, 0, line)
-        )
+        view = DenseView(self._loaded.model, ids, names, **parts, tell=lambda line: self._tell(0, 0, line))
         rates = allocation.rates(view, recipe.target_sparsity)
         return {"rates": rates, "scans": [asdict(scan) for scan in getattr(allocation, "scans", ())]}
 
@@ -264,7 +264,7 @@ class _Run:
                 [] if windows is None else list(windows.windows),
                 recipe.target_sparsity,
                 device=recipe.device,
-                progress=lambda line: self._tell(0, 0, line),
+                progress=self._tell,
             )
         self._report["sparsity"] = result.sparsity
         self._report["structure"] = {
