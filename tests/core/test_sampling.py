@@ -37,6 +37,21 @@ def test_defaults_are_neutral():
         {"min_p": [0.1]},
         {"stop": 5},
         {"seed": "1"},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": "5"},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [1.5]},
+        {"logit_bias": [1]},
+        {"logit_bias": {"5": 1.0}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {5: 101}},
+        {"logit_bias": {5: float("nan")}},
+        {"logit_bias": {5: "x"}},
+        {"logprobs": -1},
+        {"logprobs": True},
+        {"logprobs": 101},
+        {"prompt_logprobs": 1.5},
+        {"allowed": 5},
     ],
     ids=str,
 )
@@ -47,3 +62,18 @@ def test_values_out_of_range_are_named(given):
 
 def test_stop_may_be_a_list():
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+
+
+def test_a_constraint_needs_its_end_token():
+    with pytest.raises(UsageError, match="ignore_eos excludes allowed"):
+        SamplingParams(allowed=lambda: None, ignore_eos=True)
+
+
+def test_parameters_hash_and_keep_their_own_bias():
+    bias = {3: 1.5}
+    params = SamplingParams(logit_bias=bias, stop_token_ids=[2])
+    bias[4] = 1.0
+    assert params.logit_bias == {3: 1.5}
+    assert params == SamplingParams(logit_bias={3: 1.5}, stop_token_ids=(2,))
+    assert hash(params) == hash(SamplingParams(logit_bias={3: 1.5}, stop_token_ids=(2,)))
+    assert params != SamplingParams(stop_token_ids=(2,))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from thinfer.core.sampling import SamplingParams
-from thinfer.engine.sampler import Sampler, _largest, _pick
+from thinfer.engine.sampler import Sampler, _pick, largest
 from thinfer.errors import CheckFailed
 
 
@@ -106,7 +106,7 @@ def test_unusable_logits_are_an_error(temperature, bad):
 @pytest.mark.parametrize("count", [1, 3, 40, 4000])
 def test_largest_equals_a_full_sort(size, count):
     scores = np.round(np.random.default_rng(size).standard_normal(size), 1).astype(np.float32)
-    ids = _largest(scores, count)
+    ids = largest(scores, count)
     order = np.lexsort((np.arange(size), -scores))
     last = scores[order[min(count, size) - 1]]
     assert ids.tolist() == [i for i in order if scores[i] >= last]
@@ -119,3 +119,72 @@ def test_pick_covers_the_line_in_proportion():
     counts = np.bincount(picked, minlength=300)
     assert np.abs(counts[[0, 130, 299]] - [100, 200, 300]).max() <= 1
     assert _pick(weights, np.nextafter(1, 0)) == 299
+
+
+class Only:
+    """A constraint that allows given ids and remembers what it was told."""
+
+    def __init__(self, ids, size=4):
+        self.told = []
+        self._mask = np.zeros(size, bool)
+        self._mask[ids] = True
+
+    def mask(self):
+        return self._mask
+
+    def accept(self, token):
+        self.told.append(token)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_constraint_comes_before_all_else(temperature):
+    constraint = Only([1, 2])
+    params = SamplingParams(temperature=temperature, seed=0, logit_bias={0: 100.0}, top_k=1, allowed=lambda: constraint)
+    sampler = Sampler(params)
+    logits = np.array([9.0, 1.0, 2.0, 0.0], np.float32)
+    assert [sampler.sample(logits) for _ in range(3)] == [2, 2, 2]
+    assert constraint.told == [2, 2, 2]
+    assert logits.tolist() == [9.0, 1.0, 2.0, 0.0]
+
+
+def test_a_mask_may_be_narrower_or_wider_than_the_logits():
+    logits = np.array([0.0, 1.0, 2.0, 3.0], np.float32)
+    for size, expected in ((3, 1), (9, 1)):
+        assert (
+            Sampler(SamplingParams(temperature=0.0, allowed=lambda n=size: Only([0, 1], n))).sample(logits) == expected
+        )
+
+
+def test_a_constraint_that_allows_only_the_end_beats_min_tokens():
+    params = SamplingParams(temperature=0.0, min_tokens=4, allowed=lambda: Only([0]))
+    assert Sampler(params, eos_ids=[0]).sample(np.array([1.0, 2.0, 3.0, 4.0], np.float32)) == 0
+    both = SamplingParams(temperature=0.0, min_tokens=4, allowed=lambda: Only([0, 1]))
+    assert Sampler(both, eos_ids=[0]).sample(np.array([3.0, 2.0, 3.0, 4.0], np.float32)) == 1
+
+
+def test_a_constraint_without_any_token_and_nan_behind_one_are_errors():
+    logits = np.array([0.0, 1.0, 2.0, np.nan], np.float32)
+    with pytest.raises(CheckFailed, match="constraint allows no token"):
+        Sampler(SamplingParams(allowed=lambda: Only([]))).sample(np.zeros(4, np.float32))
+    with pytest.raises(CheckFailed, match="logits hold nan"):
+        Sampler(SamplingParams(allowed=lambda: Only([1]))).sample(logits)
+
+
+def test_each_sampler_makes_its_own_constraint():
+    made = []
+    params = SamplingParams(temperature=0.0, allowed=lambda: made.append(Only([1])) or made[-1])
+    for _ in range(2):
+        Sampler(params).sample(np.zeros(4, np.float32))
+    assert [constraint.told for constraint in made] == [[1], [1]]
+
+
+def test_logit_bias_adds_and_bans():
+    logits = np.array([0.0, 3.0, 2.0], np.float32)
+    assert Sampler(SamplingParams(temperature=0.0, logit_bias={0: 4, 1: -2.5})).sample(logits) == 0
+    assert 1 not in np.flatnonzero(draw(logits, 200, logit_bias={1: -100}))
+
+
+def test_stop_tokens_are_barred_until_min_tokens_too():
+    sampler = Sampler(SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=[1]), eos_ids=[0])
+    logits = np.array([2.0, 3.0, 1.0], np.float32)
+    assert [sampler.sample(logits) for _ in range(2)] == [2, 1]

@@ -1,14 +1,15 @@
 """Sampler: logits to the next token, in a documented order.
 
-1. end tokens are barred until ``min_tokens`` were generated
-2. repetition penalty (prompt and generated tokens, as Hugging Face), then presence and frequency penalties
-   (generated tokens, as OpenAI)
-3. temperature
-4. top-k, 5. top-p over what top-k left, 6. min-p over what top-p left, each relative to the renormalised rest
+1. the request's constraint leaves the tokens that it allows
+2. end tokens and stop tokens are barred until ``min_tokens`` were generated, unless the constraint allows no other
+3. logit bias, repetition penalty (prompt and generated tokens, as Hugging Face), then presence and frequency
+   penalties (generated tokens, as OpenAI)
+4. temperature
+5. top-k, 6. top-p over what top-k left, 7. min-p over what top-p left, each relative to the renormalised rest
    (Hugging Face's order)
-7. one uniform number from the request's own Philox generator picks the token
+8. one uniform number from the request's own Philox generator picks the token
 
-Temperature 0 is greedy: after step 2 the largest logit, the lowest id among equals. Ties at the border of top-k stay
+Temperature 0 is greedy: after step 3 the largest logit, the lowest id among equals. Ties at the border of top-k stay
 in. The result depends on the request's logits, seed and number of drawn tokens alone, never on its neighbours.
 """
 
@@ -43,19 +44,27 @@ class Sampler:
         self.params = params
         self.seed = params.seed if params.seed is not None else secrets.randbits(63)
         self._random = np.random.Generator(np.random.Philox(self.seed))
-        self._eos = np.array(sorted(eos_ids), np.int64)
+        self._ends = np.array(sorted({*eos_ids, *params.stop_token_ids}), np.int64)
+        self._biased = np.fromiter(params.logit_bias, np.int64, len(params.logit_bias))
+        self._bias = np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias))
+        self._constraint = None if params.allowed is None else params.allowed()
         self._generated: dict[int, int] = {}
         self._seen = dict.fromkeys(prompt)
         self._count = 0
 
     def sample(self, logits: Float32) -> int:
-        """The next token from logits float32 [vocab], which stay as they are; NaN or no finite logit: CheckFailed."""
+        """The next token from logits float32 [vocab], which stay as they are.
+
+        NaN or no finite logit, and a constraint that allows no token, raise CheckFailed.
+        """
         scores = self._penalised(logits)
         if self.params.temperature == 0:
             token = int(scores.argmax())
             _require_finite(scores[token])
         else:
             token = self._draw(scores)
+        if self._constraint is not None:
+            self._constraint.accept(token)
         self._count += 1
         self._generated[token] = self._generated.get(token, 0) + 1
         self._seen[token] = None
@@ -63,14 +72,22 @@ class Sampler:
 
     def _penalised(self, logits: Float32) -> Float32:
         params = self.params
-        bar = self._count < params.min_tokens and len(self._eos) > 0
+        bar = self._count < params.min_tokens and len(self._ends) > 0
         repetition = params.repetition_penalty != 1 and len(self._seen) > 0
         counted = (params.presence_penalty != 0 or params.frequency_penalty != 0) and len(self._generated) > 0
-        if not (bar or repetition or counted):
+        if self._constraint is None and not (bar or repetition or counted or len(self._biased)):
             return logits
         scores = logits.copy()
+        if self._constraint is not None:
+            # A masked NaN would pass for a good distribution.
+            _require_finite(scores.max())
+            _forbid(scores, self._constraint.mask())
         if bar:
-            scores[self._eos] = -np.inf
+            ends = scores[self._ends]
+            scores[self._ends] = -np.inf
+            if self._constraint is not None and scores.max() == -np.inf:
+                scores[self._ends] = ends
+        scores[self._biased] += self._bias
         if repetition:
             ids = np.fromiter(self._seen, np.int64, len(self._seen))
             values = scores[ids]
@@ -103,7 +120,7 @@ class Sampler:
         """Ids and weights, largest first, that top-k and top-p leave."""
         params = self.params
         if limit < len(scores):
-            ids = _largest(scores, limit)
+            ids = largest(scores, limit)
             weights = _weights(scores[ids], top, params.temperature)
             if params.top_p >= 1:
                 return ids, weights
@@ -113,7 +130,7 @@ class Sampler:
             mass = _weights(scores, top, params.temperature).sum(dtype=np.float64)
             limit = 256
             while True:
-                ids = _largest(scores, limit)
+                ids = largest(scores, limit)
                 weights = _weights(scores[ids], top, params.temperature)
                 if weights.sum(dtype=np.float64) >= params.top_p * mass or len(ids) == len(scores):
                     break
@@ -123,6 +140,17 @@ class Sampler:
         keep = before < params.top_p * mass
         keep[0] = True
         return ids[keep], weights[keep]
+
+
+def _forbid(scores: Float32, allowed: NDArray[np.bool_]) -> None:
+    """Set what the mask does not allow to -inf; ids beyond the mask are not allowed."""
+    known = len(allowed)
+    if known > len(scores):
+        allowed = allowed[: len(scores)]
+    scores[known:] = -np.inf
+    scores[: len(allowed)][~allowed] = -np.inf
+    if scores.max() == -np.inf:
+        raise CheckFailed("the constraint allows no token here; loosen the grammar or the schema")
 
 
 def _weights(scores: Float32, top: np.float32, temperature: float) -> Float32:
@@ -149,7 +177,7 @@ def _pick(weights: Float32, uniform: float) -> int:
     return int(starts[block]) + min(place, int(np.flatnonzero(inside)[-1]))
 
 
-def _largest(scores: Float32, count: int) -> NDArray[np.int64]:
+def largest(scores: Float32, count: int) -> NDArray[np.int64]:
     """Ids of the ``count`` largest scores and of ties with the last of them, largest first, equal ones by id.
 
     The count-th largest of the maxima of blocks is a lower bound of the count-th largest score, so one pass leaves
