@@ -9,7 +9,7 @@ from torch import Tensor
 
 from thinfer.errors import UsageError
 from thinfer.pruning.base import Need, Pruned, Target
-from thinfer.pruning.least_squares import fit_on_support
+from thinfer.pruning.least_squares import fit_on_support, row_errors
 from thinfer.pruning.magnitude import masked, prune_unseen
 from thinfer.pruning.masks import keep
 from thinfer.pruning.statistics import InputStatistics
@@ -72,10 +72,16 @@ class Alps:
         spectrum: _Spectrum = inputs.derive(f"alps {self.damping}", lambda: _Spectrum.of(inputs, self.damping))
         spectrum = spectrum.to(weight.device)
         scaled = weight * spectrum.scale
-        candidate, iterations, rho = self._admm(scaled, spectrum, target)
-        mask = keep(candidate.abs(), target, "layer")
-        values = fit_on_support(scaled, torch.where(mask, candidate, 0.0), mask, spectrum.gram, self.cg_steps)
+        found, iterations, rho = self._admm(scaled, spectrum, target)
+        # Where inputs hardly correlate the mask that ADMM starts from is the best one, and it may have left it.
+        fits = [self._fit(scaled, matrix, spectrum.gram, target) for matrix in (found, scaled)]
+        mask, values = min(fits, key=lambda fit: float(row_errors(scaled, fit[1], spectrum.gram).sum()))
         return Pruned(values / spectrum.scale, mask, {"iterations": iterations, "rho": rho})
+
+    def _fit(self, weight: Tensor, matrix: Tensor, gram: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+        """The mask of the greatest values of a matrix, and values on it that start from these."""
+        mask = keep(matrix.abs(), target, "layer")
+        return mask, fit_on_support(weight, torch.where(mask, matrix, 0.0), mask, gram, self.cg_steps)
 
     def _admm(self, weight: Tensor, spectrum: _Spectrum, target: Target) -> tuple[Tensor, int, float]:
         """B (dense, near its projection), the number of iterations, and the last ρ."""

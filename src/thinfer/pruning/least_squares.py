@@ -7,6 +7,10 @@ from torch import Tensor
 
 # A row whose squared gradient has fallen by this factor has converged; further steps would follow rounding errors.
 _CONVERGED = 1e-10
+# Added to the diagonal in the preconditioner: else weights of inputs that are nearly always 0 would move furthest.
+_RIDGE = 0.01
+# Curvature below this share of what the diagonal alone gives is rounding error: G is singular in that direction.
+_FLAT = 1e-5
 
 
 def row_errors(weight: Tensor, values: Tensor, gram: Tensor) -> Tensor:
@@ -33,7 +37,7 @@ def fit_on_support(weight: Tensor, start: Tensor, mask: Tensor, gram: Tensor, st
         >>> fit_on_support(weight, weight * mask, mask, torch.tensor([[2.0, 1.0], [1.0, 2.0]]), steps=2).tolist()
         [[1.5, 0.0]]
     """
-    diagonal = gram.diagonal()
+    diagonal = gram.diagonal() + _RIDGE * gram.diagonal().mean()
     inverse = torch.where(diagonal > 0, 1 / diagonal, 0.0)
     values = start.clone()
     residual = ((weight - values) @ gram).mul_(mask)
@@ -43,7 +47,8 @@ def fit_on_support(weight: Tensor, start: Tensor, mask: Tensor, gram: Tensor, st
     for _ in range(steps):
         image = direction @ gram
         curvature = (direction * image).sum(1, keepdim=True)
-        length = torch.where((curvature > 0) & (slope > enough), slope / curvature, 0.0)
+        flat = _FLAT * (direction.square() @ diagonal).unsqueeze(1)
+        length = torch.where((curvature > flat) & (slope > enough), slope / curvature, 0.0)
         values.addcmul_(direction, length)
         residual.addcmul_(image.mul_(mask), length, value=-1)
         scaled = residual * inverse

@@ -21,8 +21,8 @@ class DSnoT:
 
     In each cycle an output takes back the pruned weight that lowers |e| most, relative to the variance of its input,
     and gives up the kept weight of least Wanda score among those that lower |e| too (for n:m: of least score in the
-    group of the weight taken back). It stops when e would change its sign. Weights taken back have their dense value;
-    no other value changes.
+    group of the weight taken back). It stops when e would change its sign, or, unlike the published code, when |e|
+    would rise, as it can for n:m. Weights taken back have their dense value; no other value changes.
 
     Attributes:
         cycles: most exchanges of an output.
@@ -81,7 +81,7 @@ class DSnoT:
             prune_score, prune = torch.where(allowed, score, math.inf).min(1)
             after = error[:, 0] - gain[rows, grow] + loss[rows, prune]
             active &= (error[:, 0].abs() > self.threshold) & (after.sign() == sign[:, 0])
-            active &= (grow_merit > 0) & (prune_score < math.inf)
+            active &= (after.abs() < error[:, 0].abs()) & (grow_merit > 0) & (prune_score < math.inf)
             if not bool(active.any()):
                 break
             index, grow, prune = rows[active], grow[active], prune[active]

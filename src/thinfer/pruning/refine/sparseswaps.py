@@ -24,6 +24,8 @@ from thinfer.pruning.statistics import InputStatistics
 
 # Elements of one chunk's temporaries: a few megabytes, which stay in the cache.
 _CHUNK = 1 << 20
+# Added to the diagonal of the Gram matrix, whose mean is 1, before a value is divided by it.
+_RIDGE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,9 @@ class SparseSwaps:
             kind of optimum for any number; 0 always compares all pairs.
         tolerance: a swap must lower the error of its row by more than this share of it.
         reconstruct: whether weights get new values: least squares before and after the swaps, and a weight taken back
-            gets the value that is best for its row. None: only where the pruned matrix already has other values than
-            the dense one, as SparseGPT's has; without new values a mask is refined as published.
+            gets the value that is best for its row by itself. None: only where the pruned matrix already has other
+            values than the dense one, as SparseGPT's has; without new values a mask is refined as published.
+        damping: for new values, the share of the mean of the diagonal of XXᵀ that is added to the diagonal.
         cg_steps: steps of conjugate gradients for the least squares.
 
     Raises:
@@ -59,10 +62,11 @@ class SparseSwaps:
     candidates: int = 8
     tolerance: float = 1e-5
     reconstruct: bool | None = None
+    damping: float = 0.01
     cg_steps: int = 10
 
     def __post_init__(self) -> None:
-        for name in ("swaps", "candidates", "tolerance", "cg_steps"):
+        for name in ("swaps", "candidates", "tolerance", "damping", "cg_steps"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} must be at least 0, not {getattr(self, name)}")
 
@@ -85,20 +89,22 @@ class SparseSwaps:
         reconstruct = self.reconstruct
         if reconstruct is None:
             reconstruct = not torch.equal(pruned.weight, torch.where(mask, weight, 0.0))
-        values = pruned.weight.clone()
+        values, used = pruned.weight.clone(), gram
         if reconstruct:
-            values = fit_on_support(weight, values, mask, gram, self.cg_steps)
-        rows = _Rows(weight, values, mask, gram, target.pattern, reconstruct)
+            # New values would follow what is accidental in a short text, so these are fitted with dampening.
+            used = gram.clone()
+            used.diagonal().add_(self.damping)
+            values = fit_on_support(weight, values, mask, used, self.cg_steps)
+        rows = _Rows(weight, values, mask, used, target.pattern, reconstruct)
         count = rows.swap(self.swaps, self.candidates, self.tolerance)
         if reconstruct:
-            values = fit_on_support(weight, values, mask, gram, self.cg_steps)
-        before = float(row_errors(weight, pruned.weight, gram).sum())
-        after = float(row_errors(weight, values, gram).sum())
-        notes: dict[str, float | int | str] = {
-            "swaps": count,
-            "swaps_error_ratio": after / before if before > 0 else 1.0,
-        }
-        return Pruned(values, mask, pruned.notes | notes)
+            values = fit_on_support(weight, values, mask, used, self.cg_steps)
+        before, after = (row_errors(weight, matrix, gram) for matrix in (pruned.weight, values))
+        worse = (after > before).unsqueeze(1)
+        values, mask = torch.where(worse, pruned.weight, values), torch.where(worse, pruned.mask, mask)
+        total = float(before.sum())
+        ratio = float(torch.minimum(before, after).sum()) / total if total > 0 else 1.0
+        return Pruned(values, mask, pruned.notes | {"swaps": count, "swaps_error_ratio": ratio})
 
 
 @dataclass(slots=True)
@@ -115,12 +121,16 @@ class _Rows:
     """c = G (w − v) of every row, [outputs, inputs]."""
     errors: Tensor = field(init=False)
     diagonal: Tensor = field(init=False)
+    correlation: Tensor = field(init=False)
+    """Highest |G_ij| / √(G_ii G_jj) of every input with another one, [inputs]."""
 
     def __post_init__(self) -> None:
         left = self.weight - self.values
         self.pull = left @ self.gram
         self.errors = (left * self.pull).sum(1)
         self.diagonal = self.gram.diagonal()
+        scale = torch.where(self.diagonal > 0, self.diagonal.rsqrt(), 0.0)
+        self.correlation = (self.gram * scale).abs_().mul_(scale.unsqueeze(1)).fill_diagonal_(0).amax(1)
 
     def swap(self, most: int, candidates: int, tolerance: float) -> int:
         """Swap until no row has a swap left; returns how many there were."""
@@ -129,18 +139,18 @@ class _Rows:
         for _ in range(most):
             if not len(active):
                 break
-            delta, give, take = self._search(active, candidates)
+            delta, give, take = self._search(active, candidates, tolerance)
             good = delta < -tolerance * self.errors[active]
             if candidates and not self.pattern.structured and not bool(good.all()):
                 missed = (~good).nonzero().squeeze(1)
-                delta[missed], give[missed], take[missed] = self._search(active[missed], 0)
+                delta[missed], give[missed], take[missed] = self._search(active[missed], 0, tolerance)
                 good = delta < -tolerance * self.errors[active]
             active = active[good]
-            self._apply(active, give[good], take[good])
+            self._apply(active, give[good], take[good], delta[good])
             count += len(active)
         return count
 
-    def _search(self, rows: Tensor, candidates: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _search(self, rows: Tensor, candidates: int, tolerance: float) -> tuple[Tensor, Tensor, Tensor]:
         """Best Δ of each of these rows, and the columns to give up and to take back; Δ is inf where there is none."""
         columns = self.weight.shape[1]
         find: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -149,13 +159,13 @@ class _Rows:
         elif candidates and 2 * candidates < columns:
             find, width = (lambda part: self._among(part, candidates)), columns * candidates
         else:
-            find, width = self._everywhere, columns * columns
+            find, width = (lambda part: self._everywhere(part, -tolerance * self.errors)), columns
         parts = [find(part) for part in torch.split(rows, max(_CHUNK // width, 1))]
         delta, give, take = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
         return delta, give, take
 
     def _alone(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """a, b (inf where a weight cannot be given up or taken back), −2v, and the values x to take back."""
+        """a, b (inf where a weight cannot be given up or taken back), −2 v, and the values x to take back."""
         v, c, mask = self.values[rows], self.pull[rows], self.mask[rows]
         a = torch.where(mask, v * (2 * c + v * self.diagonal), math.inf)
         x = self._value(c, self.diagonal) if self.reconstruct else self.weight[rows]
@@ -163,18 +173,39 @@ class _Rows:
         b = torch.where(mask | (x == 0), math.inf, x * (x * self.diagonal - 2 * c))
         return a, b, -2 * v, x
 
-    def _everywhere(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        a, b, v, x = self._alone(rows)
-        # [rows, give, take]; a and b are infinite where a pair is impossible, so no gathering is needed.
-        delta = (self.gram * v.unsqueeze(2)).mul_(x.unsqueeze(1)).add_(b.unsqueeze(1)).add_(a.unsqueeze(2))
-        best, index = delta.flatten(1).min(1)
-        return best, index // self.gram.shape[0], index % self.gram.shape[0]
+    def _everywhere(self, rows: Tensor, limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The best of all pairs of one row after another, without looking at those that cannot be below the limit.
+
+        With α = v √G_pp, β = x √G_uu and a correlation of at most ρ_p and of at most ρ_u between the two inputs,
+        2 v x G_pu ≤ ρ_p α² + ρ_u β², so Δ_pu ≥ (a_p − ρ_p α²) + (b_u − ρ_u β²).
+        """
+        a, b, v2, x = self._alone(rows)
+        bound = self.correlation * self.diagonal
+        give_least, take_least = a - bound * (v2 / 2).square(), b - bound * x.square()
+        # The pair that is best without its interaction is a first guess.
+        give, take = a.argmin(1), b.argmin(1)
+        at = torch.arange(len(rows), device=rows.device)
+        best = a[at, give] + b[at, take] + v2[at, give] * x[at, take] * self.gram[give, take]
+        limit = torch.minimum(best, limits[rows]).unsqueeze(1)
+        gives = give_least + take_least.amin(1, keepdim=True) <= limit
+        takes = take_least + give_least.amin(1, keepdim=True) <= limit
+        for row in range(len(rows)):
+            p, u = gives[row].nonzero().squeeze(1), takes[row].nonzero().squeeze(1)
+            if not (len(p) and len(u)):
+                continue
+            delta = self.gram[p][:, u].mul_(v2[row, p].unsqueeze(1)).mul_(x[row, u])
+            delta.add_(a[row, p].unsqueeze(1)).add_(b[row, u])
+            least, index = delta.flatten().min(0)
+            if least < best[row]:
+                best[row], give[row], take[row] = least, p[index // len(u)], u[index % len(u)]
+        return best, give, take
 
     def _among(self, rows: Tensor, candidates: int) -> tuple[Tensor, Tensor, Tensor]:
-        a, b, v, x = self._alone(rows)
+        """The best of the pairs that hold one of the weights best to take back, or to give up, alone."""
+        a, b, v2, x = self._alone(rows)
         take, give = (score.topk(candidates, largest=False).indices for score in (b, a))
-        by_take = self._partners(take, b, x, a, v)
-        by_give = self._partners(give, a, v, b, x)
+        by_take = self._partners(take, b, x, a, v2)
+        by_give = self._partners(give, a, v2, b, x)
         first = by_take[0] <= by_give[0]
         return (
             torch.where(first, by_take[0], by_give[0]),
@@ -192,32 +223,30 @@ class _Rows:
         return best.squeeze(1), chosen.gather(1, index).squeeze(1), partner.gather(1, index).squeeze(1)
 
     def _in_groups(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The best of the pairs inside a group of n:m."""
         m = self.pattern.m
-        a, b, v, x = (tensor.reshape(len(rows), -1, m) for tensor in self._alone(rows))
+        a, b, v2, x = (tensor.reshape(len(rows), -1, m) for tensor in self._alone(rows))
         groups = len(self.gram) // m
         blocks = self.gram.reshape(groups, m, groups, m).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
-        delta = (blocks * v.unsqueeze(3)).mul_(x.unsqueeze(2)).add_(b.unsqueeze(2)).add_(a.unsqueeze(3))
+        delta = (blocks * v2.unsqueeze(3)).mul_(x.unsqueeze(2)).add_(b.unsqueeze(2)).add_(a.unsqueeze(3))
         best, index = delta.flatten(1).min(1)
         start = index // (m * m) * m
         return best, start + index % (m * m) // m, start + index % m
 
-    def _apply(self, rows: Tensor, give: Tensor, take: Tensor) -> None:
-        v, g = self.values[rows, give], self.gram[give, take]
-        pull = self.pull[rows, take] + v * g
-        x = self._value(pull, self.diagonal[take]) if self.reconstruct else self.weight[rows, take]
-        # The value is now best with the other weight gone, so the change is the one searched for or a lower one.
-        change = v * (2 * self.pull[rows, give] + v * self.diagonal[give]) + x * (x * self.diagonal[take] - 2 * pull)
-        self.errors[rows] = (self.errors[rows] + change).clamp_min_(0)
+    def _apply(self, rows: Tensor, give: Tensor, take: Tensor, delta: Tensor) -> None:
+        v, c = self.values[rows, give], self.pull[rows, take]
+        x = self._value(c, self.diagonal[take]) if self.reconstruct else self.weight[rows, take]
         self.pull[rows] += v.unsqueeze(1) * self.gram[give] - x.unsqueeze(1) * self.gram[take]
         self.values[rows, give] = 0.0
         self.values[rows, take] = x
         self.mask[rows, give] = False
         self.mask[rows, take] = True
+        self.errors[rows] = (self.errors[rows] + delta).clamp_min_(0)
 
     @staticmethod
     def _value(pull: Tensor, diagonal: Tensor) -> Tensor:
-        """The value that lowers a row's error most, the others as they are: c_u / G_uu."""
-        return torch.where(diagonal > 0, pull / diagonal, 0.0)
+        """The value c_u / G_uu that lowers a row's error most, damped where an input is nearly always 0."""
+        return pull / (diagonal + _RIDGE)
 
 
 METHOD = SparseSwaps
