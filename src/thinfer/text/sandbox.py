@@ -1,4 +1,4 @@
-"""Jinja in a sandbox, with what chat templates expect: the environment of transformers."""
+"""Jinja in a sandbox with limits, and what chat templates expect: the environment of transformers."""
 
 import datetime
 import json
@@ -9,9 +9,9 @@ from typing import Any
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from thinfer.errors import CheckpointError, UsageError
+from thinfer.text.template_limits import MAX_SOURCE, LimitedEnvironment, TooMuch
 
 
 class _Refused(TemplateError):
@@ -45,21 +45,23 @@ def compile_template(source: str, where: str) -> tuple[Template, str]:
         >>> compile_template("{{ bos_token }}<|user|>", "test")[1]
         '<|user|>'
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
+    if len(source) > MAX_SOURCE:
+        raise CheckpointError(
+            f"{where}: {len(source)} characters are no chat template; pass another with --chat-template"
+        )
+    environment = LimitedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment.add_filter("tojson", _to_json)
     environment.globals["raise_exception"] = _refuse
     environment.globals["strftime_now"] = _now
     try:
         tree = environment.parse(source)
-        template = environment.from_string(source)
-    except (TemplateError, RecursionError) as error:
+        texts = [node.data for node in tree.find_all(nodes.TemplateData)]
+        texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+        template = environment.from_string(environment.limited(tree))
+    except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:  # the last three: absurdly nested ones
         raise CheckpointError(
             f"{where}: not a valid Jinja template: {error}; pass another with --chat-template"
         ) from error
-    texts = [node.data for node in tree.find_all(nodes.TemplateData)]
-    texts += [node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
     return template, "\0".join(texts)
 
 
@@ -68,12 +70,18 @@ def render_template(template: Template, variables: Mapping[str, Any], where: str
 
     Raises:
         UsageError: The template refuses the messages, with its own words.
-        CheckpointError: The template fails.
+        CheckpointError: The template fails, or wants more steps, time or text than any rendering should.
     """
+    environment: Any = template.environment
     try:
-        return template.render(variables)
+        with environment.limits():
+            return template.render(variables)
     except _Refused as error:
         raise UsageError(f"{where} refuses these messages: {error}") from error
+    except TooMuch as error:
+        raise CheckpointError(
+            f"{where} was stopped: {error}; shorten the messages, or pass another with --chat-template"
+        ) from error
     except Exception as error:  # a template can raise whatever Python can
         raise CheckpointError(
             f"{where} fails: {type(error).__name__}: {error}; check the messages, or pass another with --chat-template"
