@@ -114,6 +114,9 @@ class LLM:
     ) -> RequestOutput | list[RequestOutput]:
         """Generate to the end; many prompts run together, each with the result it would have alone.
 
+        A text is continued: what comes begins with a space where the model put one. After token ids, a chat's among
+        them, the text stands by itself, without the space that SentencePiece puts before every text.
+
         Args:
             prompts: a text, token ids, or a list of either.
             params: for all prompts or one each; None: `default_params`.
@@ -132,7 +135,7 @@ class LLM:
         requests: list[Request] = []
         try:
             for prompt, settings in zip(items, each, strict=True):
-                requests.append(scheduler.add(self.encode(prompt), settings))
+                requests.append(scheduler.add(self.encode(prompt), settings, continues=_continues(prompt)))
             while scheduler.busy and not is_cancelled(cancel):
                 scheduler.step()
         finally:
@@ -151,7 +154,7 @@ class LLM:
         """
         scheduler = self._scheduler()
         (settings,) = self._params_for(params, 1)
-        request = scheduler.add(self.encode(prompt), settings)
+        request = scheduler.add(self.encode(prompt), settings, continues=_continues(prompt))
         return self._stream(scheduler, request, cancel)
 
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
@@ -188,7 +191,10 @@ class LLM:
         self.close()
 
     def _scheduler(self) -> Scheduler:
-        return Scheduler(self.engine, lambda params: _TextSink(self.tokenizer, params.stop), self.eos_ids)
+        return Scheduler(self.engine, self._text_sink, self.eos_ids)
+
+    def _text_sink(self, params: SamplingParams, continues: bool) -> "_TextSink":
+        return _TextSink(StreamDecoder(self.tokenizer, continuation=continues), params.stop)
 
     def _params_for(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
@@ -219,8 +225,8 @@ class LLM:
 class _TextSink:
     """Whole characters first, stop strings second."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        self._decoder = StreamDecoder(tokenizer)
+    def __init__(self, decoder: StreamDecoder, stop: Sequence[str]) -> None:
+        self._decoder = decoder
         self._matcher = StopMatcher(stop)
 
     def push(self, token: int) -> tuple[str, bool]:
@@ -230,6 +236,10 @@ class _TextSink:
     def finish(self) -> str:
         text = self._matcher.push(self._decoder.finish())
         return text + self._matcher.finish()
+
+
+def _continues(prompt: object) -> bool:
+    return isinstance(prompt, str) and prompt != ""
 
 
 def sampling_defaults(generation_config: Mapping[str, object]) -> SamplingParams:

@@ -79,7 +79,7 @@ class Scheduler:
     def __init__(
         self,
         engine: Engine,
-        make_sink: Callable[[SamplingParams], TextSink],
+        make_sink: Callable[[SamplingParams, bool], TextSink],
         eos_ids: Iterable[int],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -95,8 +95,14 @@ class Scheduler:
         """Whether any request waits or runs."""
         return bool(self._waiting or self._running)
 
-    def add(self, prompt: Items[int], params: SamplingParams) -> Request:
-        """Queue a prompt; one that can never fit the context or the KV pool raises ResourceError."""
+    def add(self, prompt: Items[int], params: SamplingParams, *, continues: bool = False) -> Request:
+        """Queue a prompt; one that can never fit the context or the KV pool raises ResourceError.
+
+        Args:
+            prompt: token ids.
+            params: its sampling settings.
+            continues: whether the text made goes on after a text, rather than standing by itself; for the sink.
+        """
         engine = self._engine
         if not prompt:
             raise UsageError("the prompt is empty and the model has no begin token; give at least one token")
@@ -115,7 +121,7 @@ class Scheduler:
                 f"raise kv_tokens to at least {needed * size} or lower max_tokens"
             )
         sampler = Sampler(params, prompt, self._eos)
-        request = Request(list(prompt), params, sampler, self._make_sink(params), limit)
+        request = Request(list(prompt), params, sampler, self._make_sink(params, continues), limit)
         self._waiting.append(request)
         return request
 
