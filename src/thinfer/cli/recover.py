@@ -143,18 +143,22 @@ def recover(
         seed=seed,
         checkpoint_minutes=checkpoint_minutes,
     )
-    with opt.status() as progress:
-        report = run(
-            reference,
-            out,
-            options,
-            teacher=teacher,
-            text=text,
-            evaluation=Evaluation(eval_text, eval_ctx, eval_windows, eval_stride),
-            resume=resume,
-            device=device,
-            progress=progress,
-        )
+    try:
+        with opt.status() as progress:
+            report = run(
+                reference,
+                out,
+                options,
+                teacher=teacher,
+                text=text,
+                evaluation=Evaluation(eval_text, eval_ctx, eval_windows, eval_stride),
+                resume=resume,
+                device=device,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        opt.say(["interrupted; the same command with --resume continues"])
+        raise
     sys.stdout.write(json.dumps(report, indent=2) + "\n")
     if not quiet:
         before, after = report["before"], report["after"]

@@ -19,6 +19,7 @@ from tiny_llama import write_tiny_llama
 
 SMALL = {"seqlen": 32, "batch": 2, "tokens": 20 * 64, "lr": 5e-3}
 EVALUATION = Evaluation(ctx=32, windows=8)
+FILES = {"recipe.yaml": "method: magnitude\n", "report.json": '{"method": "magnitude"}'}
 FLAGS = ["--seqlen", "32", "--batch", "2", "--tokens", "640", "--lr", "5e-3", "--eval-ctx", "32", "--eval-windows", "4"]
 
 
@@ -35,9 +36,7 @@ def pruned(dense, tmp_path_factory):
             for linear in (layer.self_attn.q_proj, layer.mlp.gate_proj, layer.mlp.down_proj):
                 linear.weight[linear.weight.abs() < linear.weight.abs().median()] = 0
     folder = tmp_path_factory.mktemp("pruned") / "model"
-    save_folder(
-        loaded.model, folder, source=loaded.checkpoint, files={"recipe.yaml": "method: magnitude\n"}, dtype="bfloat16"
-    )
+    save_folder(loaded.model, folder, source=loaded.checkpoint, files=FILES, dtype="bfloat16")
     return folder
 
 
@@ -64,7 +63,8 @@ def test_it_recovers_and_keeps_every_zero(pruned, dense, tmp_path, method, loss)
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], mask) for name, mask in before.items() if mask.ndim > 1)
     assert json.loads((out / "report.json").read_text()) == report
-    assert (out / "recipe.yaml").read_text() == "method: magnitude\n"
+    assert (out / "recipe.yaml").read_text() == FILES["recipe.yaml"]
+    assert report["pruning"] == {"method": "magnitude"}
     assert f"{report['after']['ppl']:.3f}" in (out / "README.md").read_text()
     # What was measured is what was written, down to the rounding.
     loaded = load_torch(out)
@@ -144,6 +144,7 @@ def test_the_verb(pruned, tmp_path):
         (["-o", "X", "--teacher", "Y"], "--loss distill --teacher MODEL"),
         (["-o", "X", "--batch", "4", "--micro-batch", "3"], "must be a multiple of micro-batch 3"),
         (["-o", "X", "--device", "nowhere"], "use cpu, or cuda on a GPU"),
+        (["-o", "X", "--lr", "-1"], "learning rate -1: must be above 0"),
         (["-o", "X", "--warmup", "2"], "a fraction of the steps"),
         (["-o", "/dev/null/x"], "choose another -o"),
     ],

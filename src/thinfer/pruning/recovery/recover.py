@@ -89,6 +89,8 @@ class RecoverOptions:
             raise UsageError(f"warm-up {self.warmup:g}: a fraction of the steps, from 0 to 1")
         if min(self.kl, self.hidden or 0, self.lm) < 0 or not self.temperature > 0:
             raise UsageError("weights of a loss must not be negative, and the temperature must be above 0")
+        # What trainer and adapters would refuse is refused before a model is loaded.
+        _ = self.training, self.adapters
 
     @property
     def training(self) -> TrainOptions:
@@ -104,6 +106,11 @@ class RecoverOptions:
             seed=self.seed,
             checkpoint_minutes=self.checkpoint_minutes,
         )
+
+    @property
+    def adapters(self) -> LoraOptions:
+        """The adapters' options."""
+        return LoraOptions(self.rank, self.alpha, self.dropout, self.method == "masklora", self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +219,7 @@ def recover(
         "threads": torch.get_num_threads(),
         "notes": list(loaded.notes) + _warnings(options, masks, batches),
         "training": result.to_dict(),
+        "pruning": _report_of(loaded.checkpoint.path),
     }
     progress(f"writing {out}")
     files = {"report.json": json.dumps(report, indent=2) + "\n", "README.md": _card(report)}
@@ -269,9 +277,8 @@ class _Training:
 
     def adapters(self, model: Any, options: RecoverOptions) -> tuple[int, TrainResult]:
         """Train adapters and merge them."""
-        made = LoraOptions(options.rank, options.alpha, options.dropout, options.method == "masklora", options.seed)
         model.requires_grad_(False)
-        adapters = Adapters(model, made)
+        adapters = Adapters(model, options.adapters)
         result = self._train(model, adapters.cached(self.loss))
         adapters.merge()
         return adapters.parameters, result
@@ -312,6 +319,14 @@ def _key(
     facts |= {"models": [loaded.checkpoint.fingerprint() for loaded in models], "text": batches.sha256}
     facts |= {"device": torch.device(device).type}
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _report_of(folder: Path) -> Any:
+    """The report of the model that is recovered, so that it is not lost; None when it has none."""
+    try:
+        return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def _round(model: torch.nn.Module, dtype: str) -> None:

@@ -172,7 +172,8 @@ class _Run:
             {"params": [p for p in self._parameters if p.ndim > 1], "weight_decay": options.weight_decay},
             {"params": [p for p in self._parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        self._optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=options.lr, betas=options.betas)
+        filled = [group for group in groups if group["params"]]
+        self._optimizer = torch.optim.AdamW(filled, lr=options.lr, betas=options.betas, fused=True)
         self._result = TrainResult()
 
     def begin(self, first: int, resume: bool) -> int:
