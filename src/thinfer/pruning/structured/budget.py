@@ -77,7 +77,7 @@ def kept_units(
     if all(kept[name] == choices[name].units for name in choices):
         raise UsageError(
             f"{parameters:,} parameters a layer shall go, which is less than half of the smallest step, so nothing "
-            "would be cut; ask for more sparsity, or give a smaller round_to"
+            "would be cut; ask for more sparsity, or give a smaller round_to to cut neurons"
         )
     return kept
 
