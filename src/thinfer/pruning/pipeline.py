@@ -75,7 +75,8 @@ class MatrixPruner:
         pruned = self.method.prune(weight, inputs, target)
         for refinement in self.refinements:
             pruned = refinement.refine(weight, pruned, inputs, target)
-        if not torch.isfinite(pruned.weight).all():
+        # The sum is NaN or infinite where a weight is, and several times quicker than a look at each.
+        if not torch.isfinite(pruned.weight.sum()):
             raise CheckFailed(
                 f"{name}: pruning gave NaN or infinite weights; give more calibration text, or another method"
             )
@@ -84,7 +85,7 @@ class MatrixPruner:
         if self.pattern.structured:
             groups = pruned.mask.reshape(-1, self.pattern.m).sum(1)
             asked, kept = self.pattern.n * len(groups), int((groups == self.pattern.n).sum()) * self.pattern.n
-        if kept != asked or bool(pruned.weight.masked_fill(pruned.mask, 0).any()):
+        if kept != asked or bool((pruned.weight.ne(0) & ~pruned.mask).any()):
             raise CheckFailed(f"{name}: {kept} weights are kept, {asked} were to be; the method has a fault, report it")
         return pruned
 
