@@ -127,6 +127,7 @@ def _open_base(folder: Path) -> Checkpoint:
 
 
 def _open(ref: str, path: Path, artifact_dir: Path | None) -> Checkpoint:
+    from thinfer.formats.compressed_tensors import CompressedCheckpoint, sparsity_format
     from thinfer.formats.gguf import GgufCheckpoint
     from thinfer.formats.hf import HfCheckpoint
 
@@ -143,7 +144,8 @@ def _open(ref: str, path: Path, artifact_dir: Path | None) -> Checkpoint:
             )
         return GgufCheckpoint(path, artifact_dir)
     if (path / "config.json").is_file():
-        return HfCheckpoint(path, artifact_dir)
+        sparse = sparsity_format(read_json(path / "config.json")) is not None
+        return (CompressedCheckpoint if sparse else HfCheckpoint)(path, artifact_dir)
     files = sorted(path.glob("*.gguf"))
     if len(files) == 1:
         return GgufCheckpoint(files[0], artifact_dir)
