@@ -2,8 +2,9 @@
 
 import csv
 import io
+import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,26 +61,47 @@ def as_md(rows: Sequence[Row]) -> str:
 def as_plain_md(rows: Sequence[Row]) -> str:
     """A Markdown table with the rows' own names as its head; floats with four significant digits."""
     names = list(dict.fromkeys(name for row in rows for name in row))
+    return table(names, [[_plain(row.get(name)) for name in names] for row in rows])
 
-    def cell(value: object) -> str:
-        return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    return table(names, [[cell(row.get(name)) for name in names] for row in rows])
+def stream_md(rows: Iterable[Row], widths: Mapping[str, int]) -> Iterator[str]:
+    """Lines of `as_plain_md` as the rows come, the head at once; ``widths`` are the columns by name."""
+    sizes = list(widths.values())
+    yield _line(list(widths), sizes, 1)
+    yield _rule(sizes, 1)
+    for row in rows:
+        yield _line([_escape(_plain(row.get(name))) for name in widths], sizes, 1)
+
+
+def stream_csv(rows: Iterable[Row], names: Sequence[str]) -> Iterator[str]:
+    """Lines of CSV as the rows come, the head at once."""
+    for cells in itertools.chain([names], ([row.get(name) for name in names] for row in rows)):
+        text = io.StringIO()
+        csv.writer(text, lineterminator="").writerow(cells)
+        yield text.getvalue()
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[str]], *, left: int = 1) -> str:
     """A Markdown table; the first ``left`` columns are flush left, the others flush right."""
     head, body = ([_escape(cell) for cell in head], [[_escape(cell) for cell in line] for line in body])
     widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-    sides: list[Callable[[str, int], str]] = [str.ljust if i < left else str.rjust for i in range(len(head))]
+    return "\n".join([_line(head, widths, left), _rule(widths, left), *(_line(line, widths, left) for line in body)])
 
-    def join(cells: Sequence[str]) -> str:
-        return (
-            "| " + " | ".join(side(cell, width) for side, cell, width in zip(sides, cells, widths, strict=True)) + " |"
-        )
 
+def _line(cells: Sequence[str], widths: Sequence[int], left: int) -> str:
+    sides: list[Callable[[str, int], str]] = [str.ljust if i < left else str.rjust for i in range(len(cells))]
+    return "| " + " | ".join(side(cell, width) for side, cell, width in zip(sides, cells, widths, strict=True)) + " |"
+
+
+def _rule(widths: Sequence[int], left: int) -> str:
     rule = ["-" * width if i < left else "-" * (width - 1) + ":" for i, width in enumerate(widths)]
-    return "\n".join([join(head), join(rule), *map(join, body)])
+    return _line(rule, widths, left)
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
+    return "" if value is None else str(value)
 
 
 def _escape(cell: str) -> str:

@@ -1,7 +1,7 @@
 """``thinfer bench``: prefill and decode speed, alone or against another engine; ``bench kernels``."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from enum import StrEnum
 from importlib.util import find_spec
@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from thinfer.cli import options as opt
+from thinfer.engine.cores import MAX_THREADS
 from thinfer.errors import UnsupportedError, UsageError
 
 app = typer.Typer(rich_markup_mode=None, help="Measure speed.")
@@ -68,7 +69,6 @@ def bench(
     if not model:
         raise UsageError("which model? thinfer bench -m MODEL")
     model = [opt.named(reference, "-m") for reference in model]
-    from thinfer.bench import report
     from thinfer.bench.peers import open_peers
     from thinfer.bench.throughput import Test, measure, open_contender
 
@@ -89,7 +89,7 @@ def bench(
                 open_workers.callback(peer.worker.close)
         with opt.status() as progress:
             rows = measure(contenders, tests, rounds, operations=per_op, progress=progress)
-    _print(rows, output, report.as_md)
+    _print(rows, output)
 
 
 def _lengths(text: str, option: str) -> list[int]:
@@ -102,25 +102,92 @@ def _lengths(text: str, option: str) -> list[int]:
     return [length for length in lengths if length]
 
 
-def _print(rows: list[dict[str, Any]], output: Output, as_md: Callable[[list[dict[str, Any]]], str]) -> None:
+def _print(rows: list[dict[str, Any]], output: Output) -> None:
     from thinfer.bench import report
 
-    writers = {Output.md: as_md, Output.json: report.as_json, Output.jsonl: report.as_jsonl, Output.csv: report.as_csv}
+    writers: dict[Output, Callable[[list[dict[str, Any]]], str]] = {
+        Output.md: report.as_md,
+        Output.json: report.as_json,
+        Output.jsonl: report.as_jsonl,
+        Output.csv: report.as_csv,
+    }
     sys.stdout.write(writers[output](rows) + "\n")
+
+
+class Codec(StrEnum):
+    """Codecs of the kernel experiment."""
+
+    u4 = "u4"
+    u5 = "u5"
+    u6 = "u6"
+    i8 = "i8"
+    u4_k = "u4_k"
 
 
 @app.command("kernels")
 def kernels(
-    threads: opt.Threads = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option("--shape", help="Matrices whose name holds this, as smollm2 or down; may be repeated."),
+    ] = None,
+    codec: Annotated[
+        list[Codec] | None, typer.Option("--codec", help="May be repeated. [default: u4, u5, u6, i8]")
+    ] = None,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--threads",
+            "-t",
+            min=1,
+            max=MAX_THREADS,
+            envvar="THINFER_THREADS",
+            help="May be repeated. [default: 1 and all cores]",
+        ),
+    ] = None,
     output: OutputOption = Output.md,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer shapes and rounds.")] = False,
+    quiet: opt.Quiet = False,
 ) -> None:
-    """Time the packed layouts at real shapes: codecs, densities, rows of a batch, threads."""
+    """Time the packed layouts at real shapes: codecs, densities, rows of a batch, threads. All of it takes minutes.
+
+    A line is printed as soon as it is measured; -o json prints its list at the end.
+    """
     if find_spec("thinfer._core") is None:
         raise UnsupportedError("the native part is not built: run `make setup`")
-    from thinfer.bench import kernels as bench_kernels
+    from thinfer.bench import kernels as experiment
+    from thinfer.engine.layout_choice import largest_cache
+
+    wanted = [each for each in experiment.SHAPES if _matches(each.model, shape)]
+    if not wanted:
+        names = ", ".join(each.model for each in experiment.SHAPES)
+        raise UsageError(f"--shape {' '.join(shape or [])}: no matrix has that in its name; there are {names}")
+    if not quiet:
+        size, cache = experiment.set_bytes() >> 20, largest_cache() >> 20
+        held = "more than" if size > cache else "not more than, so some stay in,"
+        opt.say([f"weights   {size} MiB of copies of each matrix, {held} the largest cache ({cache} MiB)"])
+    with opt.status() as progress:
+        rows = experiment.measure(
+            shapes=wanted,
+            codecs=[each.value for each in codec] if codec else experiment.CODECS,
+            threads=threads,
+            progress=progress,
+        )
+        for line in _lines(rows, output, experiment.COLUMNS):
+            print(line, flush=True)
+
+
+def _matches(name: str, parts: list[str] | None) -> bool:
+    return not parts or any(part.lower() in name.lower() for part in parts)
+
+
+def _lines(rows: Iterator[dict[str, Any]], output: Output, columns: Mapping[str, int]) -> Iterator[str]:
+    """Lines of the output, each as soon as it is known."""
     from thinfer.bench import report
 
-    with opt.status() as progress:
-        rows = bench_kernels.measure(threads=threads, quick=quick, progress=progress)
-    _print(rows, output, report.as_plain_md)
+    if output is Output.md:
+        yield from report.stream_md(rows, columns)
+    elif output is Output.csv:
+        yield from report.stream_csv(rows, list(columns))
+    elif output is Output.jsonl:
+        yield from (report.as_jsonl([row]) for row in rows)
+    else:
+        yield report.as_json(list(rows))

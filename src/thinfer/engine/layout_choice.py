@@ -187,8 +187,12 @@ def set_bytes(meminfo: Path = _MEMINFO) -> int:
 
 def exceeds_caches(weights: int, caches: Path = _CACHES) -> bool:
     """Whether this many bytes of weights are more than the largest cache holds, as far as the system tells."""
-    sizes = [_cache_bytes(path) for path in caches.glob("index*/size")]
-    return weights > max(sizes, default=0)
+    return weights > largest_cache(caches)
+
+
+def largest_cache(caches: Path = _CACHES) -> int:
+    """Bytes of the largest cache; 0 when the system does not tell."""
+    return max((_cache_bytes(path) for path in caches.glob("index*/size")), default=0)
 
 
 def _cache_bytes(path: Path) -> int:
