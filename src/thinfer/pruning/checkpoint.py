@@ -107,34 +107,26 @@ def load_torch(ref: str | Path, *, dtype: str = "auto", device: str = "cpu") -> 
         >>> load_torch("model.gguf").model.num_parameters()  # doctest: +SKIP
         134515008
     """
-    require_torch()
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
-    import torch
-
-    checkpoint = open_checkpoint(ref)
-    stored = Counter[str]()
-    for info in checkpoint.tensors.values():
-        stored[info.type] += info.nbytes
-    main = stored.most_common(1)[0][0] if stored else "F32"
-    save_dtype = _STORED_DTYPES.get(main, "float32")
-    if dtype == "auto":
-        dtype = "bfloat16" if device != "cpu" and save_dtype != "float32" else "float32"
-    notes = []
-    quantised = sorted(kind for kind in stored if kind not in _STORED_DTYPES)
-    if checkpoint.kind == "gguf" and quantised:
-        notes.append(f"weights dequantised from {', '.join(quantised)} to float32")
-    if checkpoint.artifact_dir is not None:
-        notes.append(
-            "this is the base model; thresholds of thinfer calibrate are not carried over: calibrate the result"
-        )
+    checkpoint, save_dtype, memory_dtype, notes = _open(ref, dtype, device)
     load = _load_gguf if checkpoint.kind == "gguf" else _load_folder
     with _quiet_transformers():
-        model = load(checkpoint, getattr(torch, dtype))
+        model = load(checkpoint, memory_dtype)
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{ref}: an encoder-decoder; decoders can be pruned")
     model.train(False)
-    return LoadedModel(model, checkpoint, str(ref), save_dtype, tuple(notes))
+    return LoadedModel(model, checkpoint, str(ref), save_dtype, notes)
+
+
+def load_skeleton(ref: str | Path, *, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
+    """The same as `load_torch` without any weights: shapes and names on the meta device."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    checkpoint, save_dtype, memory_dtype, notes = _open(ref, dtype, device)
+    with _quiet_transformers(), _loading(checkpoint.path), torch.device("meta"):
+        make: Any = AutoModelForCausalLM
+        model = make.from_config(_config(checkpoint), dtype=memory_dtype)
+    return LoadedModel(model, checkpoint, str(ref), save_dtype, notes)
 
 
 def save_folder(
@@ -244,9 +236,60 @@ def carry_tokenizer(source: Checkpoint, folder: Path) -> None:
     _write_json(folder / "generation_config.json", {name: value for name, value in ids.items() if value is not None})
 
 
+def _open(ref: str | Path, dtype: str, device: str) -> tuple[Checkpoint, str, torch.dtype, tuple[str, ...]]:
+    """The checkpoint, the precision to save in, the precision in memory, and what the user should know."""
+    require_torch()
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r}: choose one of {', '.join(DTYPES)}")
+    import torch
+
+    checkpoint = open_checkpoint(ref)
+    stored = Counter[str]()
+    for info in checkpoint.tensors.values():
+        stored[info.type] += info.nbytes
+    main = stored.most_common(1)[0][0] if stored else "F32"
+    save_dtype = _STORED_DTYPES.get(main, "float32")
+    if dtype == "auto":
+        dtype = "bfloat16" if device != "cpu" and save_dtype != "float32" else "float32"
+    notes = []
+    quantised = sorted(kind for kind in stored if kind not in _STORED_DTYPES)
+    if checkpoint.kind == "gguf" and quantised:
+        notes.append(f"weights dequantised from {', '.join(quantised)} to float32")
+    if checkpoint.artifact_dir is not None:
+        notes.append(
+            "this is the base model; thresholds of thinfer calibrate are not carried over: calibrate the result"
+        )
+    return checkpoint, save_dtype, getattr(torch, dtype), tuple(notes)
+
+
+def _config(checkpoint: Checkpoint) -> Any:
+    """The configuration of a checkpoint for transformers, without a word on how its weights are stored."""
+    from transformers import AutoConfig
+
+    if checkpoint.kind == "gguf" and _is_known(checkpoint):
+        from thinfer.pruning.gguf_model import config_only
+
+        return config_only(checkpoint)
+    if checkpoint.kind == "gguf":
+        folder, name = str(checkpoint.path.parent), checkpoint.path.name
+        config = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
+    else:
+        config = AutoConfig.from_pretrained(str(checkpoint.path), local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _is_known(checkpoint: Checkpoint) -> bool:
+    """Whether thinfer itself knows the architecture of a GGUF file."""
+    from thinfer.models.registry import architectures
+
+    known = {name for module in architectures().values() for name in module.GGUF_ARCHS}
+    return checkpoint.metadata.get("general.architecture") in known
+
+
 def _load_folder(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     import torch
-    from transformers import AutoConfig
 
     quantised = checkpoint.metadata.get("quantization_config")
     if quantised is None:
@@ -257,18 +300,16 @@ def _load_folder(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
             f"{checkpoint.path}: weights quantised by {method!r} cannot be pruned; use the float model it was made from"
         )
     # Sparse formats of old that transformers no longer reads; the checkpoint opens them as dense tensors.
-    config = AutoConfig.from_pretrained(str(checkpoint.path), local_files_only=True)
-    del config.quantization_config
+    with _loading(checkpoint.path):
+        config = _config(checkpoint)
     weights = {name: torch.from_numpy(checkpoint.decode(name)) for name in checkpoint.tensors}
     return _from_pretrained(checkpoint, None, config=config, state_dict=weights, dtype=dtype)
 
 
 def _load_gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
-    from thinfer.models.registry import architectures
-    from thinfer.pruning.gguf_model import config_and_weights
+    if _is_known(checkpoint):
+        from thinfer.pruning.gguf_model import config_and_weights
 
-    known = {name for module in architectures().values() for name in module.GGUF_ARCHS}
-    if checkpoint.metadata.get("general.architecture") in known:
         config, weights = config_and_weights(checkpoint)
         return _from_pretrained(checkpoint, None, config=config, state_dict=weights, dtype=dtype)
     folder, name = str(checkpoint.path.parent), checkpoint.path.name
@@ -287,17 +328,8 @@ def _from_pretrained(checkpoint: Checkpoint, path: str | None, **options: Any) -
     make: Any = transformers.AutoModelForCausalLM
     if path is None:  # weights in hand need the class itself
         make = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[options["config"].model_type])
-    try:
+    with _loading(where):
         model, told = make.from_pretrained(path, output_loading_info=True, **options)
-    except (ValueError, KeyError, NotImplementedError) as error:
-        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-        raise UnsupportedError(
-            f"{where}: transformers cannot load it as a decoder ({reason}); model types that need code from the "
-            "checkpoint are not run"
-        ) from error
-    except (OSError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-        raise CheckpointError(f"{where}: transformers cannot load it ({reason}); fetch the model again") from error
     missing = sorted(told["missing_keys"])
     if missing:
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
@@ -367,6 +399,26 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 def _flush(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _loading(where: Path) -> Iterator[None]:
+    """What transformers raises while it loads, as our errors."""
+    try:
+        yield
+    except (ValueError, KeyError, NotImplementedError) as error:
+        raise UnsupportedError(
+            f"{where}: transformers cannot load it as a decoder ({_first_line(error)}); code that "
+            "comes with a model is never run"
+        ) from error
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{where}: transformers cannot load it ({_first_line(error)}); fetch the model again"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 @contextlib.contextmanager

@@ -41,6 +41,11 @@ def config_and_weights(checkpoint: Checkpoint) -> tuple[PretrainedConfig, dict[s
     return config, weights
 
 
+def config_only(checkpoint: Checkpoint) -> PretrainedConfig:
+    """The configuration alone; raises as `config_and_weights` does."""
+    return _config(load_model(checkpoint))
+
+
 def _config(model: Model) -> PretrainedConfig:
     from transformers import AutoConfig
 
