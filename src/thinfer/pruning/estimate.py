@@ -246,7 +246,7 @@ def _head_seconds(model: PreTrainedModel, tokens: int) -> float:
     started = time.perf_counter()
     functional.cross_entropy(functional.linear(states, head).double(), targets)
     seconds = time.perf_counter() - started
-    return seconds * tokens / _HEAD_TOKENS * int(model.config.vocab_size) / rows
+    return float(seconds * tokens / _HEAD_TOKENS * model.config.vocab_size / rows)
 
 
 def _width(config: Any) -> int:
