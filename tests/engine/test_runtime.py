@@ -149,21 +149,21 @@ def selector(model, value, **given):
     return ThresholdSelector("teal", {site: value for site in sites if site.startswith("layers.")}, **given)
 
 
-def test_sparse_rows_start_after_the_sinks_and_mark_their_blocks(make_engine, tiny_model, expected):
+def test_sparse_rows_start_after_the_sinks_and_are_marked(make_engine, tiny_model, expected):
     with make_engine(tiny_model, chunk=64) as engine:
         engine.selector = selector(tiny_model, 0.5)
         sequence = engine.new_sequence()
         (rows,) = engine.step([Work(sequence, IDS[:70], "all", sparse=True)])
         assert np.array_equal(rows[:4], expected[:4])
         assert (rows[4:] != expected[4:70]).any(axis=1).all()
-        assert [engine.pool.mode(block) for block in sequence.blocks] == ["sparse", "sparse"]
+        assert sequence.sparse == bytes(4) + b"\1" * 66
         assert 0.5 < engine.usage().density < 0.99
-        # A dense prompt stays dense, and so do its blocks.
+        # A dense prompt stays dense.
         other = engine.new_sequence()
         (rows,) = engine.step([Work(other, IDS[:70], "all")])
         assert np.array_equal(rows, expected[:70])
         engine.step([Work(other, IDS[70:71], sparse=True)])
-        assert [engine.pool.mode(block) for block in other.blocks] == ["dense", "sparse"]
+        assert other.sparse == bytes(70) + b"\1"
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])

@@ -9,8 +9,9 @@ from thinfer.core.config import ModelConfig
 from thinfer.core.request import RequestOutput, StreamChunk
 from thinfer.core.sampling import SamplingParams
 from thinfer.engine.options import EngineOptions
+from thinfer.engine.request import Request
 from thinfer.engine.runtime import Cancel, Engine, is_cancelled
-from thinfer.engine.scheduler import Request, Scheduler
+from thinfer.engine.scheduler import Scheduler
 from thinfer.engine.thresholds import find_selector
 from thinfer.errors import CheckpointError, UsageError
 from thinfer.formats.checkpoint import open_checkpoint
@@ -131,13 +132,15 @@ class LLM:
         several = isinstance(prompts, list | tuple) and not (prompts and isinstance(prompts[0], Integral))
         items: list[Any] = list(prompts) if several else [prompts]
         each = self._params_for(params, len(items))
-        scheduler = self._scheduler()
+        scheduler = self.scheduler()
         requests: list[Request] = []
         try:
             for prompt, settings in zip(items, each, strict=True):
                 requests.append(scheduler.add(self.encode(prompt), settings, continues=_continues(prompt)))
             while scheduler.busy and not is_cancelled(cancel):
-                scheduler.step()
+                for _, chunk in scheduler.step():
+                    if chunk.error is not None:
+                        raise chunk.error
         finally:
             for request in requests:
                 scheduler.cancel(request)
@@ -152,7 +155,7 @@ class LLM:
         A chunk's text may be empty while a character or a possible stop string is incomplete. Closing the iterator
         ends the request.
         """
-        scheduler = self._scheduler()
+        scheduler = self.scheduler()
         (settings,) = self._params_for(params, 1)
         request = scheduler.add(self.encode(prompt), settings, continues=_continues(prompt))
         return self._stream(scheduler, request, cancel)
@@ -175,6 +178,10 @@ class LLM:
         """The assistant's answer to messages with "role" and "content"."""
         return self.generate(self.chat_prompt(messages), params, cancel=cancel)
 
+    def scheduler(self) -> Scheduler:
+        """A new scheduler on this model, for a loop that runs many requests; its requests end with text as here."""
+        return Scheduler(self.engine, self._text_sink, self.eos_ids)
+
     def describe(self) -> list[str]:
         """Lines for start-up: what was chosen, what it costs, what was ignored."""
         return self.engine.describe()
@@ -189,9 +196,6 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _scheduler(self) -> Scheduler:
-        return Scheduler(self.engine, self._text_sink, self.eos_ids)
 
     def _text_sink(self, params: SamplingParams, continues: bool) -> "_TextSink":
         return _TextSink(StreamDecoder(self.tokenizer, continuation=continues), params.stop)
@@ -217,6 +221,8 @@ class LLM:
                     yield scheduler.cancel(request)
                     return
                 for _, chunk in scheduler.step():
+                    if chunk.error is not None:
+                        raise chunk.error
                     yield chunk
         finally:
             scheduler.cancel(request)
@@ -275,4 +281,6 @@ def _output(request: Request) -> RequestOutput:
         finish_reason=request.finish_reason or "cancelled",
         timings=request.timings,
         seed=request.sampler.seed,
+        logprobs=tuple(request.logprobs) if request.params.logprobs is not None else None,
+        prompt_logprobs=tuple(request.prompt_logprobs) if request.params.prompt_logprobs is not None else None,
     )

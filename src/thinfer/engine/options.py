@@ -42,6 +42,8 @@ class EngineOptions:
         kv_tokens: positions in the KV pool, shared by all sequences; None: 4 × max_model_len. Memory is
             committed when it is first used.
         max_sequences: most sequences that run together.
+        prefix_cache: keep the keys and values of ended requests, as long as the KV pool has room, for prompts that
+            begin with the same tokens; changes no token.
         sparsity: use the thresholds found beside the model; False runs dense and says so.
         layout: how matrices lie in memory whose input channels are dropped by threshold: "columns" skips what is
             dropped, "rows" reads it all in order and multiplies by zeros, "auto" times both on this machine at load
@@ -58,6 +60,7 @@ class EngineOptions:
     max_model_len: int | None = None
     kv_tokens: int | None = None
     max_sequences: int = 16
+    prefix_cache: bool = True
     sparsity: bool = True
     layout: LayoutName = "auto"
 
@@ -75,6 +78,8 @@ class EngineOptions:
         isa: Any = self.isa
         if isa is not None and (not isinstance(isa, str) or not isa):
             raise UsageError(f"isa is {isa!r}; it must be the name of an instruction set, such as avx2, or None")
+        if not isinstance(self.prefix_cache, bool):
+            raise UsageError(f"prefix_cache is {self.prefix_cache!r}; it must be True or False")
         if not isinstance(self.sparsity, bool):
             raise UsageError(
                 f"sparsity is {self.sparsity!r}; True uses the model's thresholds, False runs dense, and "

@@ -155,6 +155,7 @@ class Engine:
             self._check_open()
             self.executor.set_selector(selector)
             self._selector = selector
+            self.pool.change_root()
 
     def new_sequence(self) -> Sequence:
         """An empty sequence; give it back with `free`."""
@@ -163,6 +164,13 @@ class Engine:
     def free(self, sequence: Sequence) -> None:
         """Give the sequence's blocks back to the pool and empty it."""
         self.pool.release(sequence)
+
+    def modes(self, sparse: bool, first: int, last: int) -> bytes:
+        """How positions ``first`` to ``last - 1`` of a sequence are run: one byte each, 1 where thresholds act."""
+        if not sparse or self._selector is None:
+            return bytes(last - first)
+        dense = min(max(self._selector.sink_tokens - first, 0), last - first)
+        return bytes(dense) + b"\1" * (last - first - dense)
 
     def step(
         self,
@@ -216,8 +224,7 @@ class Engine:
                 work = works[piece.work]
                 first = work.sequence.length
                 work.sequence.ids.extend(work.tokens[piece.start : piece.stop])
-                if work.sparse and self._selector is not None:
-                    self.pool.mark_sparse(work.sequence, max(first, self._selector.sink_tokens), work.sequence.length)
+                work.sequence.sparse.extend(self.modes(work.sparse, first, work.sequence.length))
                 if count:
                     rows = logits[row : row + count]
                     if on_logits is not None:
@@ -349,9 +356,7 @@ class Engine:
             tokens.extend(work.tokens[piece.start : piece.stop])
             positions.extend(range(first, first + count))
             sequence.extend([index] * count)
-            acts = work.sparse and self._selector is not None
-            dense = min(max(self._selector.sink_tokens - first, 0), count) if acts and self._selector else count
-            sparse.extend([0] * dense + [1] * (count - dense))
+            sparse.extend(self.modes(work.sparse, first, first + count))
             outs = self._outs(work, piece.start, piece.stop)
             out_rows.extend(range(len(tokens) - outs, len(tokens)))
             wanted.append(outs)
