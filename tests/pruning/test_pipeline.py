@@ -2,6 +2,7 @@
 
 import copy
 import json
+import weakref
 
 import pytest
 import torch
@@ -253,3 +254,23 @@ def test_the_run_over_a_block_ends_at_the_last_input_that_matters():
     assert not calls
     assert statistics["model.layers.0.mlp.down_proj"].rows == 120
     assert isinstance(statistics[UP], InputStatistics)
+
+
+@pytest.mark.parametrize(("true_sequential", "most"), [(False, 4), (True, 1)])
+def test_gram_matrices_of_one_block_at_most_are_in_memory(true_sequential, most):
+    """Four inputs in a block of llama: q, k, v; o; gate, up; down. Each is forgotten once its matrices are pruned."""
+    alive = weakref.WeakSet()
+    counts = []
+
+    class Counting(ByGram):
+        def prune(self, weight, inputs, target):
+            alive.add(inputs)
+            counts.append(len(alive))
+            return super().prune(weight, inputs, target)
+
+    model = tiny_model("llama")
+    prune_model(model, tiny_windows(), rates_of(model), method=Counting(), true_sequential=true_sequential)
+    assert len(counts) == 21
+    assert max(counts) <= most
+    # In the order q, k, v, o, gate, up, down each sum goes with its last matrix.
+    assert counts[:7] == [1, 1, 1, 1, 1, 1, 1]

@@ -35,6 +35,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mixtral": LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "num_hidden_layers": 2,
                         "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+    "mamba": SIZES | {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -234,10 +233,12 @@ def observe_block(
             output = captured.run(block, batch, device)
             if advance:
                 captured.hidden[batch] = output.cpu()
-    for name in by_name:
-        # A number within the block marks an expert, to which no token may have been routed.
-        if statistics[name].rows == 0 and not re.search(r"[.\[]\d", name.removeprefix(block.name)):
-            raise UnsupportedError(f"{name}: the model never multiplies its inputs by this matrix; leave it out")
+    # Perhaps no token was routed to an expert; that none was to any of them means that their inputs are not seen.
+    reached = {matrix.kind for matrix in matrices if statistics[matrix.name].rows}
+    left_out = {matrix.kind for matrix in block.matrices if matrix.name not in by_name}
+    for name, matrix in by_name.items():
+        if matrix.kind not in reached | left_out:
+            raise UnsupportedError(f"{name}: the model is not seen to multiply inputs by this matrix; leave it out")
     return statistics
 
 
