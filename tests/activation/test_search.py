@@ -57,3 +57,43 @@ def test_uniform_and_greedy():
 def test_trials_are_ready_for_json():
     search, _ = make_search(0.0)
     assert set(search.uniform(0.25).to_dict()) == {"rates", "saved", "ppl", "rise", "rise_stderr", "density"}
+
+
+PARTS = {"first": 0.2, "middle": 1.0, "last": 0.5}
+
+
+def make_deep_search():
+    """Every kind in three parts, which cost differently; rises add up."""
+    tokens = np.random.default_rng(0).random(100) + 3
+    calls = []
+    kinds = {kind: [f"{kind}/{part}" for part in PARTS] for kind in NBYTES}
+    nbytes = {group: NBYTES[kind] for kind, groups in kinds.items() for group in groups}
+
+    def measure(rates):
+        calls.append(rates)
+        rise = sum(COST[g.split("/")[0]] * PARTS[g.split("/")[1]] * rate**3 for g, rate in rates.items())
+        return Loss(tokens + rise, 0.5)
+
+    return RateSearch(nbytes, Loss(tokens, 1.0), measure, kinds), calls
+
+
+def test_parts_of_the_depth_have_rates_of_their_own_at_bounded_cost():
+    search, calls = make_deep_search()
+    greedy = search.greedy(0.4)
+    assert greedy.saved == pytest.approx(0.4, abs=0.02)
+    assert len(calls) <= 4 * 3 + 4 * 3 + 1
+    for kind in ("qkv", "gate_up"):
+        assert greedy.rates[f"{kind}/first"] > greedy.rates[f"{kind}/last"] > greedy.rates[f"{kind}/middle"]
+    by_kind = {
+        group: {"qkv": 0.35, "o": 0.9, "gate_up": 0.25, "down": 0.6}[group.split("/")[0]] for group in search.nbytes
+    }
+    same = search._try(by_kind)
+    assert same.saved == pytest.approx(greedy.saved, abs=0.03)
+    assert greedy.rise < same.rise
+
+
+def test_parts_keep_the_budget():
+    search, calls = make_deep_search()
+    best = search.within(0.02)
+    assert 0.5 * math.log1p(0.02) <= best.rise <= math.log1p(0.02)
+    assert len(calls) <= 24 + 6

@@ -86,6 +86,17 @@ def test_greedy_reaches_the_sparsity_asked_for(model, tmp_path):
     assert len(set(report["rates"].values())) > 1
 
 
+def test_parts_of_the_depth_are_calibrated_apart(model, tmp_path):
+    report = calibrate(model, tmp_path / "out", sparsity=0.3, allocation="greedy", depth_parts=2, **SMALL)
+    assert set(report["rates"]) == {f"{kind}/{part}" for kind in ("qkv", "o", "gate_up", "down") for part in (1, 2)}
+    assert report["sparsity"] == pytest.approx(0.3, abs=0.02)
+    with LLM(tmp_path / "out", executor="reference") as llm:
+        rates = llm.engine.selector.rates
+    for site, rate in rates.items():
+        _, layer, kind = site.split(".")
+        assert rate == pytest.approx(report["rates"][f"{kind}/{int(layer) + 1}"])
+
+
 def test_an_artifact_in_the_model_s_own_folder_moves_with_it(tmp_path):
     model = write_tiny_llama(tmp_path / "model")
     calibrate(model, model / "sparse", sparsity=0.3, **SMALL)
@@ -107,6 +118,8 @@ def test_an_artifact_in_the_model_s_own_folder_moves_with_it(tmp_path):
         ({"sparsity": 0.4, "allocation": "magic"}, "uniform, greedy"),
         ({"sparsity": 0.95, "allocation": "greedy"}, "uniform for more"),
         ({"max_ppl_increase": -1.0}, "above 0"),
+        ({"sparsity": 0.4, "depth_parts": 3}, "depth_parts needs"),
+        ({"sparsity": 0.4, "allocation": "greedy", "depth_parts": 0}, "depth_parts must be"),
         ({"sparsity": 0.4, "samples": 0}, "samples"),
         ({"sparsity": 0.4, "samples": "many"}, "samples"),
         ({"sparsity": "half"}, "sparsity must be a number"),

@@ -19,7 +19,7 @@ _EXPONENT_BELOW = 3.0
 # Past the measured rates loss explodes rather than grows; a steep guess keeps the search from going there blindly.
 _EXPONENT_ABOVE = 8.0
 # Below this a measured rise is noise of the sampled text.
-_FLOOR = 1e-4
+FLOOR = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Curve:
     def rises(self) -> NDArray[np.float64]:
         """Rise at every rate 0, 0.01 … 0.9: power laws through the points, never falling."""
         rates = np.array(sorted(self.points))
-        values = np.maximum.accumulate([max(self.points[rate], _FLOOR) for rate in rates])
+        values = np.maximum.accumulate([max(self.points[rate], FLOOR) for rate in rates])
         logs = np.log(np.maximum(_RATES, 1e-3))
         result = np.interp(logs, np.log(rates), np.log(values))
         below, above = rates[0] > _RATES, rates[-1] < _RATES

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from thinfer.activation.allocation import HIGHEST_RATE
 from thinfer.activation.measure import Loss, measure_decode, measure_loss
-from thinfer.activation.scores import BLOCK_KINDS, Float32, Method, block_sites, column_norms, make_selector
+from thinfer.activation.scores import BLOCK_KINDS, Float32, Method, Site, block_sites, column_norms, make_selector
 from thinfer.activation.search import Rates, RateSearch, Trial
 from thinfer.calibration.observer import ScoreHistogram, ScoreObserver
 from thinfer.calibration.text import TokenWindows, token_windows
@@ -37,6 +37,7 @@ class CalibrationOptions:
             measurement, whatever the allocation.
         allocation: "uniform" gives every input the same rate, "greedy" measures what each kind of input costs and
             spends the sparsity where it costs least.
+        depth_parts: with measured rates, each kind of input gets a rate of its own in so many parts of the depth.
         samples: windows observed.
         held_out: windows on which perplexity is measured.
         seq_len: tokens of a window.
@@ -49,6 +50,7 @@ class CalibrationOptions:
     sparsity: float | None = None
     max_ppl_increase: float | None = None
     allocation: Allocation = "uniform"
+    depth_parts: int = 1
     samples: int = 16
     held_out: int = 8
     seq_len: int = 512
@@ -73,7 +75,16 @@ class CalibrationOptions:
             raise UsageError(f"greedy allocation goes up to sparsity {HIGHEST_RATE}; use uniform for more")
         if self.max_ppl_increase is not None and not 0 < self.max_ppl_increase < 10:
             raise UsageError(f"max_ppl_increase must be above 0, such as 0.02 for 2 %, not {self.max_ppl_increase}")
-        for name, least in (("samples", 1), ("held_out", 1), ("seq_len", 2), ("sink_tokens", 0), ("seed", 0)):
+        if self.depth_parts != 1 and self.allocation == "uniform" and self.max_ppl_increase is None:
+            raise UsageError("depth_parts needs rates that are measured: allocation greedy, or max_ppl_increase")
+        for name, least in (
+            ("depth_parts", 1),
+            ("samples", 1),
+            ("held_out", 1),
+            ("seq_len", 2),
+            ("sink_tokens", 0),
+            ("seed", 0),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r:.60}")
@@ -99,10 +110,10 @@ def calibrate(
 
     Returns:
         What was chosen and measured, ready for JSON, as it stands in thinfer.json: "sparsity" (share of the block
-        weights' bytes that the rates leave out), "rates" by kind of input, "ppl_dense", "ppl", "rise_stderr" (nats),
-        "density", "bytes_per_token_dense" and "bytes_per_token" of decode steps that skip all that is dropped (at start
-        an engine may choose to read some of it, where that is faster), "curve" (every measured point), "options",
-        "engine" and "text".
+        weights' bytes that the rates leave out), "rates" by kind of input (with depth parts such as "down/1"),
+        "ppl_dense", "ppl", "rise_stderr" (nats), "density", "bytes_per_token_dense" and "bytes_per_token" of decode
+        steps that skip all that is dropped (at start an engine may choose to read some of it, where that is faster),
+        "curve" (every measured point), "options", "engine" and "text".
 
     Raises:
         UsageError: an unknown or impossible option, or a text too short.
@@ -168,6 +179,7 @@ class _Calibration:
         self._windows = windows
         self._tell = tell
         self._sites = block_sites(engine.model, engine.graph)
+        self._layers = engine.config.num_hidden_layers
         self._scales: dict[str, Float32] = {}
         if settings.method == "wina":
             self._scales = {site.name: column_norms(engine.model, site) for site in self._sites}
@@ -179,7 +191,11 @@ class _Calibration:
         self._tell("measuring dense perplexity")
         dense = measure_loss(self._engine, self._windows.held_out, None)
         search = RateSearch(
-            self._kind_bytes(), dense, self._loss, lambda count: self._tell(f"measured {count} allocations")
+            self._group_bytes(),
+            dense,
+            self._loss,
+            {kind: list(dict.fromkeys(self._group(s) for s in self._sites if s.kind == kind)) for kind in BLOCK_KINDS},
+            lambda count: self._tell(f"measured {count} allocations"),
         )
         if settings.max_ppl_increase is not None:
             return search.within(settings.max_ppl_increase), search
@@ -189,8 +205,8 @@ class _Calibration:
         return search.uniform(sparsity), search
 
     def selector(self, rates: Rates) -> ThresholdSelector:
-        """Thresholds of these rates by kind."""
-        by_site = {site.name: rates[site.kind] for site in self._sites}
+        """Thresholds of these rates by group."""
+        by_site = {site.name: rates[self._group(site)] for site in self._sites}
         settings = self._settings
         return make_selector(
             settings.method,
@@ -214,8 +230,16 @@ class _Calibration:
     def _loss(self, rates: Rates) -> Loss:
         return measure_loss(self._engine, self._windows.held_out, self.selector(rates))
 
-    def _kind_bytes(self) -> dict[str, int]:
-        return {kind: sum(site.nbytes for site in self._sites if site.kind == kind) for kind in BLOCK_KINDS}
+    def _group(self, site: Site) -> str:
+        """The group of inputs that share a rate: a kind, or a kind in a part of the depth, counted from 1."""
+        parts = min(self._settings.depth_parts, self._layers)
+        return site.kind if parts == 1 else f"{site.kind}/{site.layer * parts // self._layers + 1}"
+
+    def _group_bytes(self) -> dict[str, int]:
+        nbytes: dict[str, int] = {}
+        for site in sorted(self._sites, key=lambda site: BLOCK_KINDS.index(site.kind)):
+            nbytes[self._group(site)] = nbytes.get(self._group(site), 0) + site.nbytes
+        return nbytes
 
 
 def _base(given: str | Path, path: Path, folder: Path) -> str:

@@ -50,6 +50,10 @@ def calibrate(
     allocation: Annotated[
         Allocation, typer.Option("--allocation", help="greedy: more where it costs least, found by measurement.")
     ] = Allocation.uniform,
+    depth_parts: Annotated[
+        int,
+        typer.Option("--depth-parts", min=1, help="Rates of their own for so many parts of the depth, also measured."),
+    ] = 1,
     text: Annotated[
         Path | None, typer.Option("--text", help="UTF-8 text to observe. [default: an excerpt that ships with thinfer]")
     ] = None,
@@ -89,6 +93,7 @@ def calibrate(
             sparsity=sparsity,
             max_ppl_increase=budget,
             allocation=allocation.value,
+            depth_parts=depth_parts,
             text=text,
             samples=samples,
             seed=seed,
