@@ -79,3 +79,15 @@ def test_a_hidden_state_that_is_not_finite():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.inf
     with pytest.raises(CheckFailed, match="load the model in float32"):
         ShortGPT().prune(model, WINDOWS, 0.34)
+
+
+def test_lists_with_an_entry_a_layer_are_cut_and_no_others():
+    model = full_model("qwen3", num_hidden_layers=3, eos_token_id=[1, 2, 5], use_sliding_window=True, sliding_window=8,
+                       max_window_layers=1)  # fmt: skip
+    assert model.config.layer_types == ["full_attention", "sliding_attention", "sliding_attention"]
+    with torch.no_grad():
+        for end in (model.model.layers[0].self_attn.o_proj, model.model.layers[0].mlp.down_proj):
+            end.weight.mul_(1e-4)
+    ShortGPT().prune(model, WINDOWS, 0.34)
+    assert model.config.layer_types == ["sliding_attention", "sliding_attention"]
+    assert model.config.eos_token_id == [1, 2, 5]

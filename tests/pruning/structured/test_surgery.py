@@ -183,6 +183,15 @@ def test_widths_are_rounded(round_to):
     assert model.model.layers[0].mlp.up_proj.weight.shape[0] == model.config.intermediate_size < 160
 
 
+def test_the_report_says_which_widths_can_be_had():
+    model = full_model("llama", hidden_size=64, num_attention_heads=8, num_key_value_heads=4)
+    result = LLMPruner(round_to=8).prune(model, WINDOWS, 0.3)
+    # The hidden size of a llama must be a multiple of its heads, and 64 is none of 6.
+    assert result.notes["self_attn.o_proj"] == "2 of 4 groups of heads; the configuration holds 1, 2, 4"
+    assert result.notes["mlp.down_proj"] == f"{model.config.intermediate_size} of 64 neurons"
+    assert (result.notes["gradient_samples"], result.notes["gradient_tokens"]) == (4, 16)
+
+
 def test_bfloat16_stays_bfloat16():
     model = full_model("llama", **GQA).bfloat16()
     LLMPruner(round_to=8).prune(model, WINDOWS, 0.33)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -96,11 +96,12 @@ class Flap:
                 for family in widths.families
             }
             kept = keep_best(model, widths, scores, sparsity, self.scope)
-            changes = widths.changes({reader: len(units[0]) for reader, units in kept.items()})
+            counts = {reader: len(units[0]) for reader, units in kept.items()}
+            changes = widths.changes(counts)
             biases = {}
             for family in widths.families:
                 field = fields[family.reader]
-                if field is not None and len(kept[family.reader][0]) < family.units:
+                if field is not None and counts[family.reader] < family.units:
                     changes |= field
                     biases[family.reader] = [
                         lost_mean(family, weight, inputs, units)
@@ -109,6 +110,7 @@ class Flap:
                         )
                     ]
             result = apply(model, layout, configuration, Cut(changes, kept, biases=biases))
+        result.notes.update(widths.notes(counts))
         result.notes.update(_notes(widths, fields, biases, asked=self.bias))
         return result
 
@@ -155,7 +157,7 @@ def unit_scores(family: Family, weight: Tensor, inputs: InputStatistics, *, comp
     return score.cpu()[family.columns].mean(1)
 
 
-def _count(statistics: InputStatistics):  # type: ignore[no-untyped-def]
+def _count(statistics: InputStatistics) -> Callable[..., None]:
     def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
         statistics.add(args[0])
 

@@ -10,7 +10,7 @@ has more. Nothing is known of names or of the order of a fused matrix. The group
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, cast
 
@@ -213,7 +213,7 @@ def _trace(model: PreTrainedModel, blocks: Sequence[nn.Module]) -> list[_Trace]:
     return traces
 
 
-def _marker(trace: _Trace, name: str, generator: torch.Generator):  # type: ignore[no-untyped-def]
+def _marker(trace: _Trace, name: str, generator: torch.Generator) -> Callable[..., Tensor]:
     def mark(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         rows = output.numel() // output.shape[-1]
         if name in trace.marks or rows != COPIES * POSITIONS:
@@ -230,7 +230,7 @@ def _marker(trace: _Trace, name: str, generator: torch.Generator):  # type: igno
     return mark
 
 
-def _end(trace: _Trace):  # type: ignore[no-untyped-def]
+def _end(trace: _Trace) -> Callable[..., None]:
     def end(_module: nn.Module, _args: tuple[object, ...], output: object) -> None:
         first = output[0] if isinstance(output, (tuple, list)) else output
         trace.output = first if isinstance(first, Tensor) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -111,7 +111,7 @@ class LLMPruner:
             run = _Run(self, model, layout, Configuration(model, layout), windows, progress)
             cut = {"channels": run.channels, "layers": run.layers}.get(self.parts, run.widths)(sparsity)
             result = apply(model, layout, run.configuration, cut)
-        result.notes["gradient_samples"] = self.samples if self.importance not in ("l1", "l2", "random") else 0
+        result.notes.update(run.notes)
         return result
 
 
@@ -125,6 +125,7 @@ class _Run:
     configuration: Configuration
     windows: Windows
     progress: Progress | None
+    notes: dict[str, float | int | str] = field(default_factory=dict)
 
     def widths(self, sparsity: float) -> Cut:
         """Fewer heads, fewer neurons, or both."""
@@ -139,7 +140,9 @@ class _Run:
             for reader, layers in members.items()
         }
         kept = keep_best(self.model, widths, scores, sparsity, options.scope)
-        return Cut(widths.changes({reader: len(units[0]) for reader, units in kept.items()}), kept)
+        counts = {reader: len(units[0]) for reader, units in kept.items()}
+        self.notes.update(widths.notes(counts))
+        return Cut(widths.changes(counts), kept)
 
     def channels(self, sparsity: float) -> Cut:
         """A narrower residual stream."""
@@ -188,6 +191,8 @@ class _Run:
     def _salience(self, names: list[str]) -> Salience:
         options = self.options
         ids = token_ids(self.windows)[: options.samples, : options.tokens]
+        if options.importance not in ("l1", "l2", "random"):
+            self.notes.update({"gradient_samples": ids.shape[0], "gradient_tokens": ids.shape[1]})
         return Salience(
             self.model, list(dict.fromkeys(names)), options.importance, ids, seed=options.seed, progress=self.progress
         )

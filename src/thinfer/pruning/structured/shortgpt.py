@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,7 @@ def block_influence(model: PreTrainedModel, windows: Windows, progress: Progress
     return influence
 
 
-def _cosine(sums: Tensor, index: int):  # type: ignore[no-untyped-def]
+def _cosine(sums: Tensor, index: int) -> Callable[..., None]:
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         before = args[0] if args else kwargs["hidden_states"]
         after = output[0] if isinstance(output, tuple) else output

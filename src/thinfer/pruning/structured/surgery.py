@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -153,7 +153,7 @@ def _remaining(members: Tensor, units: Tensor, size: int) -> Tensor:
     return stays.nonzero().flatten()
 
 
-def _new_names(layout: Layout, layers: Sequence[int] | None):  # type: ignore[no-untyped-def]
+def _new_names(layout: Layout, layers: Sequence[int] | None) -> Callable[[str], str | None]:
     """Names of tensors with the layers numbered anew; None for a tensor of a layer that goes."""
     prefix = f"{layout.stack}."
     numbers = {old: new for new, old in enumerate(range(layout.layers) if layers is None else layers)}
@@ -225,7 +225,7 @@ def _masked(model: PreTrainedModel, layout: Layout, cut: Cut) -> Iterator[None]:
             handle.remove()
 
 
-def _keep_columns(columns: Tensor):  # type: ignore[no-untyped-def]
+def _keep_columns(columns: Tensor) -> Callable[..., tuple[Tensor, ...]]:
     def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         mask = torch.zeros(args[0].shape[-1]).index_fill(0, columns, 1).to(args[0])
         return (args[0] * mask, *args[1:])
@@ -233,7 +233,7 @@ def _keep_columns(columns: Tensor):  # type: ignore[no-untyped-def]
     return hook
 
 
-def _add(bias: Tensor):  # type: ignore[no-untyped-def]
+def _add(bias: Tensor) -> Callable[..., Tensor]:
     def hook(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
         return output + bias.to(output)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WIDTHS: tuple[Kind, ...] = ("heads", "neurons")
+_UNITS = {"heads": "groups of heads", "neurons": "neurons"}
 
 
 def parse_parts(parts: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -47,6 +48,17 @@ class Widths:
             if kept[family.reader] < family.units:
                 changes |= self.configuration.kept(family, kept[family.reader]) or {}
         return changes
+
+    def notes(self, kept: Mapping[str, int]) -> dict[str, float | int | str]:
+        """For the report: the width of each family, and where only some can be had, which."""
+        notes: dict[str, float | int | str] = {}
+        for family in self.families:
+            allowed = self.choices[family.reader].allowed
+            text = f"{kept[family.reader]} of {family.units} {_UNITS[family.kind]}"
+            if family.kind == "heads" and len(allowed) < family.units:
+                text += f"; the configuration holds {', '.join(map(str, allowed))}"
+            notes[family.reader] = text
+        return notes
 
 
 def find_widths(
