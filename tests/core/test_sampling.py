@@ -37,6 +37,8 @@ def test_defaults_are_neutral():
         {"min_p": [0.1]},
         {"stop": 5},
         {"seed": "1"},
+        {"max_tokens": "x"},
+        {"max_tokens": None},
         {"stop_token_ids": 5},
         {"stop_token_ids": "5"},
         {"stop_token_ids": [-1]},

@@ -104,7 +104,7 @@ class SamplingParams:
             ("max_tokens", _whole(self.max_tokens) and self.max_tokens >= 1, "a whole number of 1 or more"),
             (
                 "min_tokens",
-                _whole(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+                _whole(self.min_tokens) and _whole(self.max_tokens) and 0 <= self.min_tokens <= self.max_tokens,
                 "between 0 and max_tokens",
             ),
             ("stop_token_ids", all(_whole(token) and token >= 0 for token in ids), "made of token ids"),
