@@ -4,7 +4,7 @@ import pytest
 
 from thinfer.engine.kv_cache import KvLayout, KvPool, Sequence
 from thinfer.engine.prefix_cache import Prefix
-from thinfer.errors import ResourceError
+from thinfer.errors import ResourceError, UsageError
 
 
 def test_blocks_are_reserved_whole_and_used_again():
@@ -140,3 +140,15 @@ def test_a_running_sequence_takes_over_what_another_wrote_meanwhile():
     # Inside a block nothing can be taken over.
     inside = written(pool, IDS[:70])
     assert pool.adopt(inside, prefix) == 0
+
+
+def test_a_sequence_is_cut_but_never_into_what_was_remembered():
+    pool = KvPool(KvLayout(num_blocks=4))
+    sequence = written(pool, range(100), bytes(90) + b"\1" * 10)
+    pool.truncate(sequence, 70)
+    assert (sequence.length, len(sequence.sparse), len(sequence.blocks)) == (70, 70, 2)
+    pool.truncate(sequence, 64)
+    with pytest.raises(UsageError, match="64 positions are remembered, so the sequence cannot be cut to 63"):
+        pool.truncate(sequence, 63)
+    pool.release(sequence)
+    assert pool.num_free == 4

@@ -13,7 +13,9 @@ from thinfer.cli.evaluate import Output
 from thinfer.errors import UsageError
 
 
+@opt.with_engine_options()
 def tasks(
+    *,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Instead of -m.")] = None,
     model: opt.Model = None,
     names: Annotated[
@@ -33,15 +35,7 @@ def tasks(
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Documents of each task. [default: all]")] = None,
     decode: Annotated[bool, typer.Option("--decode", help="Let the sparsity act as it does at decode.")] = False,
     output: Annotated[Output, typer.Option("--output", "-o", help="Format on stdout.")] = Output.text,
-    threads: opt.Threads = None,
-    weights: opt.WeightsOption = opt.Weights.stored,
-    activations: opt.ActivationsOption = opt.Activations.int8,
-    isa: opt.Isa = None,
-    kv_type: opt.KvTypeOption = opt.KvType.f16,
-    max_model_len: opt.MaxModelLen = None,
-    sparsity: opt.Sparsity = None,
-    executor: opt.Executor = opt.ExecutorName.auto,
-    layout: opt.LayoutOption = opt.Layout.auto,
+    engine: dict[str, Any],
     quiet: opt.Quiet = False,
 ) -> None:
     """Accuracy on tasks in local files, computed by lm-eval, without examples in the prompt.
@@ -54,17 +48,6 @@ def tasks(
     reference, rest = opt.one_model(model, arguments or [], "eval tasks")
     if rest:
         raise UsageError(f"unexpected argument {rest[0]!r}; the tasks are given with --tasks")
-    options = opt.engine_options(
-        threads=threads,
-        weights=weights,
-        activations=activations,
-        isa=isa,
-        kv_type=kv_type,
-        max_model_len=max_model_len,
-        sparsity=sparsity,
-        executor=executor,
-        layout=layout,
-    )
     from thinfer.evals.local_tasks import load_tasks
     from thinfer.evals.tasks import require_harness, score_tasks
 
@@ -74,7 +57,7 @@ def tasks(
     os.environ.setdefault("TQDM_DISABLE", "1")
     from thinfer import LLM
 
-    with LLM(reference, **options) as llm:
+    with LLM(reference, **engine) as llm:
         os.environ["HF_DATASETS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
         if not quiet:
             opt.say(llm.describe())

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from thinfer.engine.options import KvType
 from thinfer.engine.prefix_cache import Prefix, PrefixCache, extend_keys
-from thinfer.errors import ResourceError
+from thinfer.errors import ResourceError, UsageError
 
 BLOCK_SIZE = 64
 
@@ -148,6 +148,17 @@ class KvPool:
             extend_keys(sequence.keys, sequence.ids, sequence.sparse, size)
             for key, block in zip(sequence.keys[known + 1 :], sequence.blocks[known:], strict=False):
                 self._cache.add(key, block)
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """Forget the positions from ``length`` on; what comes next is written over them, in the blocks it has.
+
+        Raises:
+            UsageError: some of them are in blocks that were remembered, which others may read.
+        """
+        kept = max(len(sequence.keys) - 1, 0) * self.layout.block_size
+        if length < kept:
+            raise UsageError(f"{kept} positions are remembered, so the sequence cannot be cut to {length}")
+        del sequence.ids[length:], sequence.sparse[length:]
 
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's blocks back; those that others hold stay theirs."""

@@ -179,7 +179,7 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         works, requests = [], {}
         for sequence, request, shared in turns:
             # The keys and values after the shared tokens belong to the request before; they are written over.
-            del sequence.ids[shared:]
+            self._llm.engine.pool.truncate(sequence, shared)
             first = len(request.tokens) - request.scored - 1
             requests[id(sequence)] = request
             if first > shared:
