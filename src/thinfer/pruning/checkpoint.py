@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from thinfer.errors import CheckFailed, CheckpointError, UnsupportedError, UsageError
 from thinfer.formats.checkpoint import Checkpoint, open_checkpoint
+from thinfer.formats.compressed_tensors import CompressedCheckpoint
 from thinfer.text.chat import stored_templates
 from thinfer.text.gguf_tokenizer import build_tokenizer
 from thinfer.text.tokenizer import Tokenizer
@@ -275,9 +276,15 @@ def _config(checkpoint: Checkpoint) -> Any:
         config = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
     else:
         config = AutoConfig.from_pretrained(str(checkpoint.path), local_files_only=True)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
+    _forget_storage(config)
     return config
+
+
+def _forget_storage(config: Any) -> None:
+    """Take out what a configuration says on compressed weights: in memory, and as saved, they are plain and dense."""
+    for name in ("quantization_config", "compression_config", "sparsity_config"):
+        if hasattr(config, name):
+            delattr(config, name)
 
 
 def _is_known(checkpoint: Checkpoint) -> bool:
@@ -292,14 +299,14 @@ def _load_folder(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
     import torch
 
     quantised = checkpoint.metadata.get("quantization_config")
-    if quantised is None:
-        return _from_pretrained(checkpoint, str(checkpoint.path), dtype=dtype, local_files_only=True)
-    method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-    if not isinstance(quantised, Mapping) or not quantised.get("sparsity_config"):
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         raise UnsupportedError(
             f"{checkpoint.path}: weights quantised by {method!r} cannot be pruned; use the float model it was made from"
         )
-    # Sparse formats of old that transformers no longer reads; the checkpoint opens them as dense tensors.
+    if not isinstance(checkpoint, CompressedCheckpoint):
+        return _from_pretrained(checkpoint, str(checkpoint.path), dtype=dtype, local_files_only=True)
+    # A sparse format of old that transformers no longer reads; the checkpoint opens it as dense tensors.
     with _loading(checkpoint.path):
         config = _config(checkpoint)
     weights = {name: torch.from_numpy(checkpoint.decode(name)) for name in checkpoint.tensors}
@@ -314,8 +321,7 @@ def _load_gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
         return _from_pretrained(checkpoint, None, config=config, state_dict=weights, dtype=dtype)
     folder, name = str(checkpoint.path.parent), checkpoint.path.name
     model = _from_pretrained(checkpoint, folder, gguf_file=name, dtype=dtype, local_files_only=True)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    _forget_storage(model.config)
     return model
 
 
@@ -341,8 +347,7 @@ def _from_pretrained(checkpoint: Checkpoint, path: str | None, **options: Any) -
 def _save_model(model: PreTrainedModel, folder: Path) -> None:
     import transformers
 
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    _forget_storage(model.config)
     make: Any = transformers.GenerationConfig
     # Settings that transformers finds contradictory cannot be saved; the checkpoint's own file is carried along.
     generation, model.generation_config = model.generation_config, make()
