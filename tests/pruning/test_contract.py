@@ -265,3 +265,19 @@ def test_an_allocation_survives_matrices_that_are_all_alike(allocation):
     assert sum(rates[name] * matrix.size for name, matrix in matrices.items()) == pytest.approx(
         0.5 * sum(matrix.size for matrix in matrices.values()), abs=0.5 * len(matrices)
     )
+
+
+@pytest.mark.parametrize("name", names("structured"))
+def test_a_structured_method_cuts_what_was_asked_for_and_leaves_a_working_model(name):
+    results = []
+    for _ in range(2):
+        model = tiny_model("llama", num_hidden_layers=8, intermediate_size=96)
+        size = sum(parameter.numel() for parameter in model.model.layers.parameters())
+        result = make(name, kind="structured").prune(model, tiny_windows(), 0.3)
+        left = sum(parameter.numel() for parameter in model.model.layers.parameters())
+        assert result.sparsity == pytest.approx(1 - left / size, abs=1e-6)
+        assert result.sparsity == pytest.approx(0.3, abs=0.1)
+        with torch.no_grad():
+            assert torch.isfinite(model(input_ids=tiny_windows()).logits).all()
+        results.append(result)
+    assert results[0].kept == results[1].kept
