@@ -1,7 +1,7 @@
 """What a pruning method, a refinement and an allocation are, and how one is found by its name.
 
-Each is a frozen dataclass in the file of its name (`wanda.py`, `refine/dsnot.py`, `allocation/owl.py`), whose fields are
-its options with their published defaults. The file says which by ``METHOD = Wanda``.
+Each is a frozen dataclass in the file of its name (`wanda.py`, `refine/dsnot.py`, `allocation/owl.py`), whose fields
+are its options with their published defaults. The file says which by ``METHOD = Wanda``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Target:
     """What one matrix must become: exactly round(sparsity · size) zeros, or exactly n kept of each m."""
 
     sparsity: float
-    pattern: SparsityPattern = SparsityPattern()
+    pattern: SparsityPattern = field(default_factory=SparsityPattern)
 
 
 @dataclass(slots=True)
@@ -47,7 +47,9 @@ class Method(Protocol):
     """Prunes one matrix. `needs` says what it must know of the inputs; empty: nothing, no text is run."""
 
     @property
-    def needs(self) -> frozenset[Need]: ...
+    def needs(self) -> frozenset[Need]:
+        """What is recorded of the inputs for it."""
+        ...
 
     def prune(self, weight: Tensor, inputs: InputStatistics, target: Target) -> Pruned:
         """Prune a float32 matrix [outputs, inputs]; `weight` itself is left as it is."""
@@ -58,7 +60,9 @@ class Refinement(Protocol):
     """Improves a pruned matrix without changing how many weights each row (or each n:m group) keeps."""
 
     @property
-    def needs(self) -> frozenset[Need]: ...
+    def needs(self) -> frozenset[Need]:
+        """What is recorded of the inputs for it."""
+        ...
 
     def refine(self, weight: Tensor, pruned: Pruned, inputs: InputStatistics, target: Target) -> Pruned:
         """Refine `pruned`, made from the dense float32 matrix `weight` [outputs, inputs]."""
@@ -82,7 +86,7 @@ class ModelView(Protocol):
         ...
 
     def loss(self, rates: Mapping[str, float]) -> float:
-        """Mean negative log-likelihood (nats a token) with these matrices pruned by the recipe's method, others dense."""
+        """Mean negative log-likelihood (nats a token) with these matrices pruned by the recipe, the others dense."""
         ...
 
 
@@ -95,7 +99,7 @@ class Allocation(Protocol):
 
 
 def names(kind: str = "") -> list[str]:
-    """Names of all methods, or of all of a kind ("refine", "allocation", "structured"), as the command line has them."""
+    """Names of all methods, or of a kind ("refine", "allocation", "structured"), as the command line has them."""
     package = importlib.import_module(f"thinfer.pruning.{kind}".rstrip("."))
     modules = (module.name for module in pkgutil.iter_modules(package.__path__) if not module.ispkg)
     return sorted(name.replace("_", "-") for name in modules if _declares_method(f"{package.__name__}.{name}"))
