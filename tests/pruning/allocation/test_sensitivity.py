@@ -37,6 +37,7 @@ def test_cheap_kinds_take_more_and_the_mean_is_met():
     assert view.mean(rates) == pytest.approx(0.5, abs=1e-9)
     q, up, down = (rates[f"model.layers.2.{kind}"] for kind in COST)
     assert q > down > up
+    assert list(rates) == [name for block in view.blocks for name in block]
     assert all(rates[name] == rates[name.replace(".2.", ".0.")] for name in view.blocks[2])
     assert view.loss(rates) < view.loss(make("uniform", kind="allocation").rates(view, 0.5))
 

@@ -154,3 +154,13 @@ def test_quantised_values_are_refused():
 def test_a_negative_option_is_refused():
     with pytest.raises(UsageError, match="candidates"):
         SparseSwaps(candidates=-1)
+
+
+@pytest.mark.parametrize("candidates", [0, 1])
+def test_a_dense_zero_is_not_taken_back_even_where_giving_up_alone_helps(candidates):
+    t = torch.linspace(-1, 1, 50)[:, None]
+    # The dense outputs cancel, so without the second weight the first does harm.
+    x, weight = torch.cat([t, -t, 0.1 * t**2], 1), torch.tensor([[1.0, 1.0, 0.0]])
+    mask = torch.tensor([[True, False, False]])
+    refined = SparseSwaps(candidates=candidates).refine(weight, Pruned(weight * mask, mask), observed(x), Target(2 / 3))
+    assert int((refined.weight != 0).sum()) == 1

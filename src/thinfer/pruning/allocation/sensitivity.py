@@ -70,7 +70,7 @@ class Sensitivity:
             CheckFailed: the loss of the dense model is NaN or infinite.
         """
         kinds = kinds_of(view.blocks, self.parts)
-        uniform = {name: sparsity for names in kinds.values() for name in names}
+        uniform = {name: sparsity for block in view.blocks for name in block}
         if not 0 < sparsity < 1:
             return uniform
         dense = view.loss({})
@@ -83,7 +83,8 @@ class Sensitivity:
         count = sizes(view)
         totals = {kind: sum(count[name] for name in names) for kind, names in kinds.items()}
         by_kind = cheapest(curves, totals, sparsity)
-        chosen = {name: by_kind[kind] for kind, names in kinds.items() for name in names}
+        of = {name: kind for kind, names in kinds.items() for name in names}
+        chosen = {name: by_kind[of[name]] for name in uniform}
         scan = Scan(dense, curves, view.loss(chosen) - dense, view.loss(uniform) - dense)
         self.scans.append(scan)
         return chosen if scan.chosen <= scan.uniform else uniform
