@@ -85,7 +85,7 @@ def estimate(recipe: Recipe, *, progress: Callable[[str], None] = lambda _: None
     return {
         "model": {"ref": loaded.ref, "parameters": parameters, "in_blocks": block_weights, "to_prune": pruned_weights},
         "calibration": {"tokens": tokens, "seqlen": windows},
-        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "seconds": {name: round(value, 3) for name, value in seconds.items()},
         "memory_bytes": memory,
         "size_bytes": left * getattr(torch, save_dtype).itemsize,
         "save_dtype": save_dtype,

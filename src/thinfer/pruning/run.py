@@ -62,6 +62,7 @@ def prune(recipe: Recipe, out: str | Path, *, progress: Progress = lambda done, 
     if recipe.model is None:
         raise UsageError("which model? name a folder, a .gguf file or a hub id")
     target = require_new_folder(out)
+    _require_device(recipe.device)
     run = _Run(recipe, recipe.model, target, progress)
     return run.finish()
 
@@ -114,7 +115,6 @@ class _Run:
         self._partial = partial_folder(out)
         self._phases = Phases(recipe.device)
         self._report = new_report(recipe)
-        _require_device(recipe.device)
         self._tell(0, 0, f"loading {model}")
         with self._phases.measure("load"):
             self._loaded = load_torch(model, dtype=recipe.dtype, device=recipe.device)
