@@ -48,7 +48,7 @@ def test_split_over_two_executors_gives_the_same_logits(tiny_model):
         expected = logits_with(engine)
         hybrid = HybridExecutor(graph, parts)
         assert np.abs(logits_with(engine, hybrid) - expected).max() < 1e-3
-        assert set(hybrid.counters()) == {"qkv", "o", "gate_up", "down", "lm_head"}
+        assert {site.split(".")[-1] for site in hybrid.counters()} == {"qkv", "o", "gate_up", "down", "lm_head"}
         assert "2 stages run on several executors at once" in hybrid.describe()[0]
         hybrid.reset_counters()
         assert not hybrid.counters()

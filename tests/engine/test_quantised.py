@@ -208,9 +208,9 @@ def test_density_is_that_of_the_thresholds(model):
             for token in IDS[:30]:
                 engine.step([Work(sequence, [token], sparse=True)])
             counters = engine.executor.counters()
-            counts[executor] = {kind: count.active / count.total for kind, count in counters.items()}
+            counts[executor] = {site: count.active / count.total for site, count in counters.items()}
             if executor == "cpu":
-                read = {kind: count.bytes for kind, count in counters.items()}
+                read = {site: count.bytes for site, count in counters.items()}
                 packed = sum(m.nbytes for m in engine.executor.linears if not m.site.endswith("lm_head"))
     for kind, reference in counts["reference"].items():
         actual = counts["cpu"][kind]

@@ -114,11 +114,12 @@ def test_counters_count_channels(model):
     executor = ReferenceExecutor(model, LAYOUT, selector=selector(model, 1e9))
     executor.run(batch(0, 3, sparse=[0, 1, 1], out=[2]))
     counts = executor.counters()
-    assert set(counts) == {"qkv", "o", "gate_up", "down", "lm_head"}
     layers, hidden, ffn = 2, 64, 96
-    assert (counts["qkv"].active, counts["qkv"].total) == (layers * hidden, layers * 3 * hidden)
-    assert (counts["down"].active, counts["down"].total) == (layers * ffn, layers * 3 * ffn)
-    assert counts["gate_up"].bytes == layers * 2 * ffn * hidden * 4
+    kinds = ("qkv", "o", "gate_up", "down")
+    assert set(counts) == {"lm_head"} | {f"layers.{layer}.{kind}" for layer in range(layers) for kind in kinds}
+    assert (counts["layers.0.qkv"].active, counts["layers.0.qkv"].total) == (hidden, 3 * hidden)
+    assert (counts["layers.1.down"].active, counts["layers.1.down"].total) == (ffn, 3 * ffn)
+    assert counts["layers.1.gate_up"].bytes == counts["layers.1.gate_up"].dense_bytes == 2 * ffn * hidden * 4
     assert counts["lm_head"].total == hidden
     executor.reset_counters()
     assert not executor.counters()

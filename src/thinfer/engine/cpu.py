@@ -13,7 +13,7 @@ from thinfer import _core
 from thinfer.core.graph import Graph, Node
 from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.batch import Batch
-from thinfer.engine.executor import Float32, KindCount, Observe
+from thinfer.engine.executor import Float32, LinearCount, Observe
 from thinfer.engine.finite import require_finite
 from thinfer.engine.kv_cache import KvLayout
 from thinfer.engine.layout_choice import (
@@ -86,7 +86,7 @@ class CpuExecutor:
         self.linears: list[PackedLinear] = []
         self._layouts: Mapping[Skipped, LayoutTimes] = {}
         self._notes: list[str] = []
-        self._counts: dict[str, KindCount] = {}
+        self._counts: dict[str, LinearCount] = {}
         self._times: dict[str, list[int]] = {}
         self._measure_layouts(selector)
         self._build(selector)
@@ -130,8 +130,8 @@ class CpuExecutor:
                 scale = np.ascontiguousarray(scale, np.float32)
             self._program.set_threshold(op, -1.0 if threshold is None else threshold, scale)
 
-    def counters(self) -> Mapping[str, KindCount]:
-        """Counts by kind of linear since the last reset; bytes are those the kernels read."""
+    def counters(self) -> Mapping[str, LinearCount]:
+        """Counts by site since the last reset; bytes are those the kernels read."""
         self._collect()
         return self._counts
 
@@ -229,8 +229,11 @@ class CpuExecutor:
             for place, value in enumerate((counter.calls, counter.nanoseconds, counter.bytes_read)):
                 times[place] += value
             if node.op == "linear" and counter.channels_total:
-                count = self._counts.setdefault(kind, KindCount())
-                count.add(KindCount(counter.channels_active, counter.channels_total, counter.bytes_read))
+                # The head runs for chosen rows only, and never under a threshold.
+                whole = sum(matrix.nbytes for matrix in self._packed[node.output]) * counter.calls
+                dense = counter.bytes_read if kind == "lm_head" else whole
+                read = LinearCount(counter.channels_active, counter.channels_total, counter.bytes_read, dense)
+                self._counts.setdefault(node.attrs["site"], LinearCount()).add(read)
 
     # ---- building
 

@@ -16,24 +16,27 @@ Observe = Callable[[str, Float32], None]
 
 
 @dataclass(slots=True)
-class KindCount:
-    """What linears of one kind read, summed over rows since the last reset.
+class LinearCount:
+    """What linears read, summed over rows since the last reset.
 
     Attributes:
-        active: input channels that were multiplied, summed over rows and sites.
-        total: input channels there are, summed over rows and sites.
+        active: input channels that were multiplied, summed over rows.
+        total: input channels there are, summed over rows.
         bytes: weight bytes read; a matrix read once for a batch of rows counts once.
+        dense_bytes: what the same passes read without thresholds.
     """
 
     active: int = 0
     total: int = 0
     bytes: int = 0
+    dense_bytes: int = 0
 
-    def add(self, other: "KindCount") -> None:
-        """Add the counts of another executor."""
+    def add(self, other: "LinearCount") -> None:
+        """Add what other linears, or another executor, read."""
         self.active += other.active
         self.total += other.total
         self.bytes += other.bytes
+        self.dense_bytes += other.dense_bytes
 
 
 class Executor(Protocol):
@@ -62,8 +65,8 @@ class Executor(Protocol):
         """Use these thresholds for sparse rows from now on; None makes every row dense."""
         ...
 
-    def counters(self) -> Mapping[str, KindCount]:
-        """Counts by kind of linear (qkv, o, gate_up, down, lm_head) since the last reset."""
+    def counters(self) -> Mapping[str, LinearCount]:
+        """Counts by site ("layers.3.qkv", "lm_head") since the last reset."""
         ...
 
     def reset_counters(self) -> None:

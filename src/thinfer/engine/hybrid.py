@@ -9,7 +9,7 @@ import numpy as np
 from thinfer.core.graph import Graph, Segment
 from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.batch import Batch
-from thinfer.engine.executor import Executor, Float32, KindCount, Observe
+from thinfer.engine.executor import Executor, Float32, LinearCount, Observe
 
 
 def cut_segments(graph: Graph) -> list[Segment]:
@@ -114,12 +114,12 @@ class HybridExecutor:
         for executor in self._executors.values():
             executor.set_selector(selector)
 
-    def counters(self) -> dict[str, KindCount]:
-        """Counts of all executors, added by kind."""
-        total: dict[str, KindCount] = {}
+    def counters(self) -> dict[str, LinearCount]:
+        """Counts of all executors, added by site."""
+        total: dict[str, LinearCount] = {}
         for executor in self._executors.values():
-            for kind, count in executor.counters().items():
-                total.setdefault(kind, KindCount()).add(count)
+            for site, count in executor.counters().items():
+                total.setdefault(site, LinearCount()).add(count)
         return total
 
     def reset_counters(self) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from thinfer.core.graph import Graph, Node
 from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.batch import Batch
-from thinfer.engine.executor import Float32, KindCount, Observe
+from thinfer.engine.executor import Float32, LinearCount, Observe
 from thinfer.engine.kv_cache import KvLayout
 from thinfer.errors import UsageError
 from thinfer.kernels import add, attention, embed, gated_act, head_norm, linear, rms_norm, rope, select
@@ -42,7 +42,7 @@ class ReferenceExecutor:
         self._decoded: dict[str, Float32] = {}
         self._parts: dict[str, list[Float32]] = {}
         self._cache: dict[int, tuple[Float32, Float32]] = {}
-        self._counts: dict[str, KindCount] = {}
+        self._counts: dict[str, LinearCount] = {}
 
     def run(self, batch: Batch, *, observe: Observe | None = None) -> Float32:
         """Run the whole graph; returns logits float32 [L, vocab] of `batch.out_rows`."""
@@ -79,8 +79,8 @@ class ReferenceExecutor:
         """Use these thresholds for sparse rows from now on; None makes every row dense."""
         self._selector = selector
 
-    def counters(self) -> Mapping[str, KindCount]:
-        """Counts by kind of linear since the last reset; bytes are those of the float32 weights, read whole."""
+    def counters(self) -> Mapping[str, LinearCount]:
+        """Counts by site since the last reset; bytes are those of the float32 weights, read whole."""
         return self._counts
 
     def reset_counters(self) -> None:
@@ -138,8 +138,8 @@ class ReferenceExecutor:
                 x = np.where(keep, x, np.float32(0))
                 active = int(np.count_nonzero(keep))
         weights, biases = self._weights(node)
-        count = self._counts.setdefault(kind, KindCount())
-        count.add(KindCount(active, x.size, sum(w.nbytes for w in weights) if len(x) else 0))
+        read = sum(w.nbytes for w in weights) if len(x) else 0
+        self._counts.setdefault(site, LinearCount()).add(LinearCount(active, x.size, read, read))
         return linear.reference(x, weights, biases)
 
     def _attention(self, node: Node, qkv: Float32, batch: Batch) -> Float32:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ from thinfer.core.graph import Graph
 from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.batch import Batch
 from thinfer.engine.build import build_executor
-from thinfer.engine.executor import Float32, KindCount
+from thinfer.engine.executor import Float32, LinearCount
 from thinfer.engine.kv_cache import BLOCK_SIZE, KvLayout, KvPool, Sequence
 from thinfer.engine.options import EngineOptions
 from thinfer.errors import ResourceError, ThinferError, UsageError
@@ -66,25 +66,25 @@ class Usage:
 
     Attributes:
         rows: tokens that went through the model.
-        kinds: counts by kind of linear (qkv, o, gate_up, down, lm_head).
-        widths: outputs of one linear of each kind.
+        sites: counts by site ("layers.3.qkv", "lm_head").
+        widths: outputs of the linear at each site.
     """
 
     rows: int
-    kinds: Mapping[str, KindCount]
+    sites: Mapping[str, LinearCount]
     widths: Mapping[str, int]
 
     @property
     def density(self) -> float:
         """Fraction of the block linears' weights that were multiplied, between 0 and 1; 1 when nothing ran."""
-        blocks = [(count, self.widths[kind]) for kind, count in self.kinds.items() if kind != "lm_head"]
+        blocks = [(count, self.widths[site]) for site, count in self.sites.items() if site != "lm_head"]
         total = sum(count.total * width for count, width in blocks)
         return sum(count.active * width for count, width in blocks) / total if total else 1.0
 
     @property
     def bytes_per_token(self) -> float:
         """Weight bytes of all linears read for one token, on average; 0 when nothing ran."""
-        return sum(count.bytes for count in self.kinds.values()) / self.rows if self.rows else 0.0
+        return sum(count.bytes for count in self.sites.values()) / self.rows if self.rows else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,11 +238,12 @@ class Engine:
     def usage(self) -> Usage:
         """Density and bytes read since the last reset."""
         widths = {
-            str(node.attrs["kind"]): self.graph.buffers[node.output] for node in self.graph.nodes if node.op == "linear"
+            str(node.attrs["site"]): self.graph.buffers[node.output] for node in self.graph.nodes if node.op == "linear"
         }
         with self._lock:
             self._check_open()
-            return Usage(self._rows, self.executor.counters(), widths)
+            counts = self.executor.counters()
+            return Usage(self._rows, {site: replace(count) for site, count in counts.items()}, widths)
 
     def reset_usage(self) -> None:
         """Start counting anew."""
