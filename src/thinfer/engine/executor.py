@@ -38,6 +38,15 @@ class LinearCount:
         self.bytes += other.bytes
         self.dense_bytes += other.dense_bytes
 
+    def minus(self, before: "LinearCount") -> "LinearCount":
+        """What was read since an earlier count."""
+        return LinearCount(
+            self.active - before.active,
+            self.total - before.total,
+            self.bytes - before.bytes,
+            self.dense_bytes - before.dense_bytes,
+        )
+
 
 class Executor(Protocol):
     """Runs the nodes of one graph that name it; holds their weights, buffers and keys and values."""

@@ -86,6 +86,14 @@ class Usage:
         """Weight bytes of all linears read for one token, on average; 0 when nothing ran."""
         return sum(count.bytes for count in self.sites.values()) / self.rows if self.rows else 0.0
 
+    def since(self, before: "Usage | None") -> "Usage":
+        """What was read after an earlier usage; all of this one when the counters were reset in between, or for None."""
+        if before is None or self.rows < before.rows:
+            return self
+        none = LinearCount()
+        sites = {site: count.minus(before.sites.get(site, none)) for site, count in self.sites.items()}
+        return Usage(self.rows - before.rows, sites, self.widths)
+
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
