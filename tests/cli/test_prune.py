@@ -91,7 +91,7 @@ def test_a_recipe_file_and_flags(folder, tmp_path):
         (2, ("MODEL", "-o", "x", "--sparsity", "0.5", "--target", "nothing"), "matches no matrix"),
         (2, ("MODEL", "-o", "x", "--sparsity", "0.5", "--set", "block"), "write option=value"),
         (2, ("MODEL", "-o", "x", "--sparsity", "0.5", "--set", "blok=1"), "no option blok"),
-        (2, ("MODEL", "-o", "x", "--sparsity", "0.5", "--device", "tpu9"), "--device"),
+        (2, ("MODEL", "-o", "x", "--sparsity", "0.5", "--device", "tpu9"), "write cpu, cuda"),
         (2, ("MODEL", "more", "-o", "x", "--sparsity", "0.5"), "unexpected argument 'more'"),
         (2, ("MODEL", "-o", "MODEL", "--sparsity", "0.5"), "exists already"),
         (4, ("no/such/model/at/all", "-o", "x", "--sparsity", "0.5"), "no such file"),

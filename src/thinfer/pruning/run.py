@@ -328,8 +328,10 @@ class _Run:
 def _require_device(device: str) -> None:
     try:
         kind = torch.device(device).type
-    except RuntimeError as error:
-        raise UsageError(f"device {device!r}: write cpu, cuda or cuda:1") from error
+    except RuntimeError:
+        kind = "unknown"
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"device {device!r}: write cpu, cuda or cuda:1")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError("device cuda: PyTorch finds no CUDA device here; use --device cpu")
 
