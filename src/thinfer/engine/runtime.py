@@ -87,7 +87,7 @@ class Usage:
         return sum(count.bytes for count in self.sites.values()) / self.rows if self.rows else 0.0
 
     def since(self, before: "Usage | None") -> "Usage":
-        """What was read after an earlier usage; all of this one when the counters were reset in between, or for None."""
+        """What was read after an earlier usage; all of it where there is none, or the counters were reset after it."""
         if before is None or self.rows < before.rows:
             return self
         none = LinearCount()
