@@ -127,5 +127,5 @@ def make(name: str, options: Mapping[str, Any] | None = None, kind: str = "") ->
 def _declares_method(module: str) -> bool:
     """Whether a module's source assigns METHOD; read, not imported: the list must not load PyTorch."""
     spec = importlib.util.find_spec(module)
-    source = spec.loader.get_source(module) if spec and hasattr(spec.loader, "get_source") else None
-    return source is not None and "\nMETHOD = " in source
+    get_source = getattr(spec.loader, "get_source", None) if spec else None
+    return get_source is not None and "\nMETHOD = " in (get_source(module) or "")
