@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from thinfer.cli import bench, calibrate, demo, eval_tasks, evaluate, export, info, prune, recover, run
+from thinfer.cli import bench, calibrate, demo, eval_tasks, evaluate, export, info, prune, recover, run, serve
 from thinfer.errors import ThinferError
 
 _INTERRUPTED = 130
@@ -78,6 +78,7 @@ def thinfer(
 
 
 app.command("run")(run.run)
+app.command("serve")(serve.serve)
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
 evaluate.app.command("tasks")(eval_tasks.tasks)

@@ -1,9 +1,10 @@
 """LLM: prompts in, text out. The Python interface of thinfer."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from thinfer.core.config import ModelConfig
 from thinfer.core.request import RequestOutput, StreamChunk
@@ -18,6 +19,9 @@ from thinfer.formats.checkpoint import open_checkpoint
 from thinfer.models.loader import load_model
 from thinfer.text.stream import StopMatcher, StreamDecoder
 from thinfer.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from thinfer.text.chat import ChatTemplate
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -160,17 +164,25 @@ class LLM:
         request = scheduler.add(self.encode(prompt), settings, continues=_continues(prompt))
         return self._stream(scheduler, request, cancel)
 
+    @cached_property
+    def chat_template(self) -> "ChatTemplate":
+        """The model's chat template, or the one that was given.
+
+        Raises:
+            UnsupportedError: the model has none; pass ``chat_template``.
+        """
+        # Templates bring jinja2, which plain generation does not need.
+        from thinfer.text.chat import ChatTemplate
+
+        return ChatTemplate.from_checkpoint(self._checkpoint, self.tokenizer, self._chat_template)
+
     def chat_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn; control tokens come from the template alone.
 
         Raises:
             UnsupportedError: the model has no chat template; pass ``chat_template``.
         """
-        # Templates bring jinja2, which plain generation does not need.
-        from thinfer.text.chat import ChatTemplate
-
-        template = ChatTemplate.from_checkpoint(self._checkpoint, self.tokenizer, self._chat_template)
-        return template.encode(messages)
+        return self.chat_template.encode(messages)
 
     def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, *, cancel: Cancel | None = None

@@ -23,6 +23,7 @@ _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _PRIVATE_USE = range(0xE000, 0xF8FF)
 _MARK_LENGTH = 10
 _KINDS = "\ue000\ue001\ue002"
+_END = "\ue003"
 
 
 class ChatTemplate:
@@ -94,6 +95,7 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final: bool = False,
         **variables: Any,
     ) -> list[str]:
         """Render messages to pieces of a prompt.
@@ -102,13 +104,15 @@ class ChatTemplate:
             messages: The messages, each with ``role`` and ``content``.
             add_generation_prompt: End with the opening of an assistant message.
             tools: JSON schemas of tools, where the template knows tools.
+            continue_final: Leave the last message open, so that the model goes on with it.
             variables: Further variables of the template.
 
         Returns:
             The pieces; joined they are the prompt. Control tokens may be parsed inside a piece, never across two.
 
         Raises:
-            UsageError: No messages, a message without a proper role, or what the template itself refuses.
+            UsageError: No messages, a message without a proper role, what the template itself refuses, or a last
+                message to continue that the template does not show.
 
         Example:
             >>> template.render([{"role": "user", "content": "Hi"}])  # doctest: +SKIP
@@ -124,17 +128,26 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        return self._pieces(render_template(self._template, shown, self._where), marks)
+        if continue_final:
+            last = shown["messages"][-1]
+            last["content"] = f"{last.get('content', '')}{marks.end}"
+        rendered = render_template(self._template, shown, self._where)
+        if continue_final:
+            rendered, found, _ = rendered.rpartition(marks.end)
+            if not found:
+                raise UsageError(f"{self._where} leaves the last message out or rewrites it: it cannot be continued")
+        return self._pieces(rendered, marks)
 
     def encode(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final: bool = False,
         **variables: Any,
     ) -> list[int]:
         """Render messages to prompt ids, with exactly one BOS where the model wants one; arguments as ``render``."""
-        pieces = self.render(messages, add_generation_prompt, tools, **variables)
+        pieces = self.render(messages, add_generation_prompt, tools, continue_final, **variables)
         ids = [i for piece in pieces for i in self._tokenizer.encode(piece, add_special=False, parse_special=True)]
         bos = self._tokenizer.bos_id
         if bos is not None and self._tokenizer.adds_bos and ids[:1] != [bos]:
@@ -196,11 +209,12 @@ def stored_templates(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 class _Marks:
-    """Three random marks of private-use characters: before and after a whole spelling, and at an edge."""
+    """Random marks of private-use characters: before and after a whole spelling, at an edge, where a prompt ends."""
 
     def __init__(self) -> None:
         nonce = "".join(chr(secrets.choice(_PRIVATE_USE)) for _ in range(_MARK_LENGTH))
         self.opening, self.closing, self.edge = (nonce + kind for kind in _KINDS)
+        self.end = nonce + _END
         # A template may escape a message as ASCII JSON: the marks must be known there too.
         forms = [mark for plain in (self.opening, self.closing, self.edge) for mark in (plain, json.dumps(plain)[1:-1])]
         self._kind = dict(zip(forms, [kind for kind in _KINDS for _ in range(2)], strict=True))

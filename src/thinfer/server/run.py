@@ -1,0 +1,86 @@
+"""Runs a server until a signal ends it: the port first, then the model, and at the end what is under way."""
+
+import logging
+import signal
+import socket
+from types import FrameType
+
+import uvicorn
+
+from thinfer.errors import UsageError
+from thinfer.server.app import create_app
+from thinfer.server.limits import MAX_HEADER_BYTES, PatientProtocol
+from thinfer.server.state import ServerState
+
+_KEEP_ALIVE_SECONDS = 30
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 takes any free one.
+
+    Raises:
+        UsageError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot listen on {host}:{port}: {reason}; choose another --host or --port") from error
+
+
+def serve(state: ServerState, listener: socket.socket, *, drain_seconds: int = 30) -> None:
+    """Serve until SIGTERM or SIGINT; then take no more requests and give those under way time to end.
+
+    Args:
+        state: settings, and how the model is loaded.
+        listener: from `bind`.
+        drain_seconds: longest time that requests under way get; a second signal ends them at once.
+
+    Raises:
+        ThinferError: what loading the model failed with.
+        KeyboardInterrupt: after a SIGINT.
+    """
+    # Malformed requests are their clients' affair; uvicorn would write a line for each.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    server = _Server(
+        uvicorn.Config(
+            create_app(state),
+            http=PatientProtocol,
+            ws="none",
+            lifespan="on",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=drain_seconds,
+        ),
+        state,
+    )
+    # uvicorn raises the signal again when it is done, and a served SIGTERM is a success.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        server.run(sockets=[listener])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if state.failed is not None:
+        raise state.failed
+
+
+class _Server(uvicorn.Server):
+    """Tells the state when it ends, and can be ended by it."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
+        super().__init__(config)
+        self._state = state
+        state.stop = self._stop
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end on a signal; end at once on a second SIGINT."""
+        self._state.draining = True
+        super().handle_exit(sig, frame)
+
+    def _stop(self) -> None:
+        self._state.draining = True
+        self.should_exit = True
