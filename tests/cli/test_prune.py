@@ -122,6 +122,14 @@ def test_methods_are_listed_with_their_options():
     assert rows["owl"]["kind"] == "allocation"
 
 
+def test_without_pytorch_the_message_says_what_to_install(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    stderr = refused(2, folder, "-o", tmp_path / "out", "--sparsity", "0.5")
+    assert "pruning needs PyTorch and transformers: pip install 'thinfer[prune]'" in stderr
+    # Counting zeros needs neither.
+    assert invoke("verify", folder).exit_code == 0
+
+
 def test_help_of_the_program_loads_no_pytorch():
     code = (
         "import sys\nfrom thinfer.cli.main import app\n"

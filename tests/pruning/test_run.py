@@ -4,13 +4,16 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import load_file
 
+from formats.test_compressed_tensors import BITMASK, write
+from pruning.tiny_decoders import tiny_model
 from thinfer.calibration.text import cut_windows
 from thinfer.data import evaluation_text
 from thinfer.errors import ArtifactError, UsageError
 from thinfer.formats.checkpoint import open_checkpoint
-from thinfer.pruning.checkpoint import load_torch
+from thinfer.pruning.checkpoint import load_torch, save_folder
 from thinfer.pruning.estimate import estimate
 from thinfer.pruning.quality import torch_perplexity
 from thinfer.pruning.recipe import make_recipe
@@ -221,3 +224,30 @@ def test_the_prediction_has_the_size_of_the_result(folder, tmp_path, given):
     assert predicted["seconds"]["total"] > 0
     if given["method"] == "wanda":
         assert predicted["calibration"]["tokens"] == report["calibration"]["tokens"]
+
+
+@pytest.mark.parametrize("architecture", ["mixtral", "gpt_oss", "gpt2"])
+def test_experts_and_transposed_matrices_are_verified_as_they_are_stored(tmp_path, architecture):
+    save_folder(tiny_model(architecture), tmp_path / "dense")
+    recipe = make_recipe({"model": str(tmp_path / "dense"), "pattern": "2:4", "method": "magnitude", "evaluate": False})
+    report = prune(recipe, tmp_path / "out")
+    assert report["sparsity"] == 0.5
+    found = verify(tmp_path / "out")
+    assert (str(found.pattern), found.sparsity, found.problems) == ("2:4", 0.5, ())
+    stored = sum(check.size for check in found.tensors)
+    assert stored == sum(int(np.prod(facts["shape"])) for facts in report["matrices"].values())
+
+
+def test_an_export_of_old_in_a_sparse_format_can_be_pruned_further(folder, tmp_path):
+    dense = {name: torch.from_numpy(values) for name, values in weights(folder).items()}
+    for name, values in dense.items():
+        if values.ndim == 2 and "layers" in name:
+            dense[name] = torch.where(values.abs() < 0.05, 0.0, values)
+    sparse = write(tmp_path / "sparse", dense, BITMASK, json.loads((folder / "config.json").read_text()))
+    loaded = load_torch(sparse).model
+    assert all(torch.equal(value, dense[name]) for name, value in loaded.named_parameters())
+    prune(
+        make_recipe({"model": str(sparse), "sparsity": 0.5, "method": "magnitude", "evaluate": False}), tmp_path / "o"
+    )
+    assert verify(tmp_path / "o").sparsity == 0.5
+    assert "quantization_config" not in (tmp_path / "o" / "config.json").read_text()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from thinfer.calibration.text import TokenWindows, cut_windows, read_documents, read_text, token_windows
-from thinfer.errors import CheckFailed, UsageError
+from thinfer.errors import CheckFailed, ResourceError, UsageError
 from thinfer.pruning.blocks import Stack, find_stack
 from thinfer.pruning.checkpoint import LoadedModel, load_torch, require_new_folder, round_weights, save_folder
 from thinfer.pruning.phases import Phases
@@ -202,18 +202,23 @@ class _Run:
         return cut, dataset
 
     def _quality(self, evaluation: tuple[list[list[int]], dict[str, Any]], when: str) -> Quality:
-        model, device = self._loaded.model, self._recipe.device
+        model = self._loaded.model
         with self._phases.measure(f"evaluate {when}"):
-            _move(model, device)
-            try:
-                return torch_perplexity(
-                    model,
-                    evaluation[0],
-                    bos_id=self._loaded.bos_id,
-                    progress=lambda line: self._tell(0, 0, f"{when}: {line}"),
-                )
-            finally:
-                _move(model, "cpu")
+            for device in dict.fromkeys((self._recipe.device, "cpu")):
+                try:
+                    _move(model, device)
+                    return torch_perplexity(
+                        model,
+                        evaluation[0],
+                        bos_id=self._loaded.bos_id,
+                        progress=lambda line: self._tell(0, 0, f"{when}: {line}"),
+                    )
+                except torch.OutOfMemoryError:
+                    # Pruning needs one block on the device, evaluation all of them; the CPU holds the model anyway.
+                    self._tell(0, 0, f"{when}: too large for {device}, measuring on the CPU")
+                finally:
+                    _move(model, "cpu")
+        raise ResourceError("too little memory to measure perplexity; use --eval-ctx 512, or --no-evaluate")
 
     def _measured(self, when: str, evaluation: tuple[list[list[int]], dict[str, Any]]) -> dict[str, Any]:
         key = {"evaluation": evaluation[1], "dtype": str(self._loaded.model.dtype)}

@@ -39,6 +39,14 @@ class TensorCheck:
 
 
 @dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a report says of a tensor: its zeros, if it says, and whether it is stored as [inputs, outputs]."""
+
+    zeros: int | None
+    transposed: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Verification:
     """What `verify` found.
 
@@ -88,14 +96,13 @@ def verify(ref: str | Path, pattern: SparsityPattern | None = None) -> Verificat
     checkpoint = open_checkpoint(ref)
     report = _report(checkpoint)
     pruned = report.get("matrices")
-    told = pruned if isinstance(pruned, Mapping) else {}
-    names = _tensor_names(checkpoint, told)
-    if not names:
+    expected_facts = _tensors(checkpoint, pruned if isinstance(pruned, Mapping) else {})
+    if not expected_facts:
         raise CheckpointError(f"{ref}: no weight matrices in numbered blocks; is it a decoder?")
     said = report.get("pattern")
     expected = pattern or (SparsityPattern.parse(said) if isinstance(said, str) else None)
     candidates = [expected] if expected else [SparsityPattern.parse(text) for text in _COMMON]
-    counted = [_count(checkpoint, tensor, told.get(matrix, {}), candidates) for tensor, matrix in names.items()]
+    counted = [_count(checkpoint, name, facts, candidates) for name, facts in expected_facts.items()]
     held = [found for found in candidates if all(followed[str(found)] for _, _, _, followed in counted)]
     result = expected or (held[0] if held else SparsityPattern())
     checks = tuple(
@@ -103,10 +110,9 @@ def verify(ref: str | Path, pattern: SparsityPattern | None = None) -> Verificat
     )
     problems = [f"{check.name} does not follow {result}" for check in checks if not check.pattern_ok]
     for check in checks:
-        facts = told.get(names[check.name], {})
-        said_zeros = facts.get("zeros") if isinstance(facts, Mapping) else None
-        if isinstance(said_zeros, int) and said_zeros != check.zeros:
-            problems.append(f"{check.name} has {check.zeros} zeros, its report says {said_zeros}: it was changed since")
+        zeros = expected_facts[check.name].zeros
+        if zeros is not None and zeros != check.zeros:
+            problems.append(f"{check.name} has {check.zeros} zeros, its report says {zeros}: it was changed since")
     return Verification(checks, result, tuple(problems))
 
 
@@ -131,17 +137,34 @@ def _report(checkpoint: Checkpoint) -> dict[str, object]:
     return read_json(file) if checkpoint.kind == "hf" and file.is_file() else {}
 
 
-def _tensor_names(checkpoint: Checkpoint, told: Mapping[str, Any]) -> dict[str, str]:
-    """Stored tensors to look at, each with the name it has in the report (its own, where there is none)."""
-    by_tensor = {f"{name}.weight": name for name in told}
-    found = {name: by_tensor[name] for name in checkpoint.tensors if name in by_tensor}
-    if told and len(found) == len(told):
+def _tensors(checkpoint: Checkpoint, told: Mapping[str, Any]) -> dict[str, _Facts]:
+    """Stored tensors to look at, with what the report says of each."""
+    parts: dict[str, list[Mapping[str, Any]]] = {}
+    for name, facts in told.items():
+        # The experts of one fused tensor are told one by one, with their index.
+        parts.setdefault(name.partition("[")[0], []).append(facts if isinstance(facts, Mapping) else {})
+    found: dict[str, _Facts] = {}
+    missing = not told
+    for name, all_facts in parts.items():
+        stored = next((tensor for tensor in (f"{name}.weight", name) if tensor in checkpoint.tensors), None)
+        if stored is None:
+            missing = True
+            continue
+        shape = checkpoint.tensors[stored].shape
+        zeros = [facts.get("zeros") for facts in all_facts]
+        whole = len(zeros) == (shape[0] if len(shape) > 2 else 1) and all(isinstance(count, int) for count in zeros)
+        across = any(facts.get("transposed") is True for facts in all_facts)
+        found[stored] = _Facts(sum(count or 0 for count in zeros) if whole else None, across)
+    if not missing:
         return found
-    # Experts that a model holds fused are stored one by one under other names.
+    # Experts that a model holds fused may be stored one by one under other names.
     return found | {
-        info.name: info.name
+        info.name: _Facts(None, False)
         for info in checkpoint.tensors.values()
-        if info.name not in found and len(info.shape) > 1 and _IN_BLOCK.search(info.name) and _is_weight(info.name)
+        if info.name not in found
+        and len(info.shape) > 1
+        and _IN_BLOCK.search(info.name)
+        and ("experts." in info.name if told else _is_weight(info.name))
     }
 
 
@@ -150,14 +173,13 @@ def _is_weight(name: str) -> bool:
 
 
 def _count(
-    checkpoint: Checkpoint, name: str, facts: object, patterns: list[SparsityPattern]
+    checkpoint: Checkpoint, name: str, facts: _Facts, patterns: list[SparsityPattern]
 ) -> tuple[str, tuple[int, ...], int, dict[str, bool]]:
     try:
         values = checkpoint.decode(name)
     finally:
         checkpoint.release(name)
     # Some layers store [inputs, outputs]; patterns run along the inputs.
-    across = isinstance(facts, Mapping) and facts.get("transposed") is True
-    along = values.swapaxes(-1, -2) if across else values
+    along = values.swapaxes(-1, -2) if facts.transposed else values
     followed = {str(pattern): follows(along, pattern) for pattern in patterns}
     return name, tuple(values.shape), int(values.size - np.count_nonzero(values)), followed
