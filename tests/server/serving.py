@@ -1,6 +1,5 @@
 """Starts a real server on a free port, in a thread, for the tests of this folder."""
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -9,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 
 from thinfer import LLM
-from thinfer.server.app import create_app
-from thinfer.server.limits import PatientProtocol
+from thinfer.server.run import Server, bind
 from thinfer.server.state import ServerSettings, ServerState
 
 ENGINE = {"executor": "reference", "threads": 1}
@@ -34,17 +31,8 @@ def running_server(
 @contextmanager
 def serving(state: ServerState, *, wait: bool = True) -> Iterator[str]:
     """The address of a server with this state."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(
-        create_app(state),
-        http=PatientProtocol,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        lifespan="on",
-        timeout_graceful_shutdown=10,
-    )
-    server = uvicorn.Server(config)
+    listener = bind("127.0.0.1", 0)
+    server = Server(state, drain_seconds=10)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -53,7 +41,7 @@ def serving(state: ServerState, *, wait: bool = True) -> Iterator[str]:
             until(lambda: httpx.get(url + "/health").status_code == 200)
         yield url
     finally:
-        server.should_exit = True
+        server.end()
         thread.join(30)
         listener.close()
         assert not thread.is_alive(), "the server did not end"

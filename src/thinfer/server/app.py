@@ -14,8 +14,10 @@ from starlette.middleware.cors import CORSMiddleware
 from thinfer import __version__
 from thinfer.server import chat, completions, failures, service
 from thinfer.server.limits import Guard
+from thinfer.server.live import live_router
 from thinfer.server.loop import EngineLoop
-from thinfer.server.state import ServedModel, ServerState
+from thinfer.server.page import page_router
+from thinfer.server.state import ServedModel, ServerState, state_of
 
 T = TypeVar("T")
 
@@ -49,6 +51,8 @@ def create_app(state: ServerState) -> FastAPI:
     failures.install(app)
     for room in (chat, completions, service):
         app.include_router(room.router)
+    app.include_router(live_router(lambda request: state_of(request).require_model().live))
+    app.include_router(page_router())
     app.add_middleware(Guard, state=state)
     if state.settings.cors_origins:
         app.add_middleware(

@@ -41,23 +41,7 @@ def serve(state: ServerState, listener: socket.socket, *, drain_seconds: int = 3
         ThinferError: what loading the model failed with.
         KeyboardInterrupt: after a SIGINT.
     """
-    # Malformed requests are their clients' affair; uvicorn would write a line for each.
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
-    server = _Server(
-        uvicorn.Config(
-            create_app(state),
-            http=PatientProtocol,
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            timeout_graceful_shutdown=drain_seconds,
-        ),
-        state,
-    )
+    server = Server(state, drain_seconds=drain_seconds)
     # uvicorn raises the signal again when it is done, and a served SIGTERM is a success.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
@@ -68,19 +52,39 @@ def serve(state: ServerState, listener: socket.socket, *, drain_seconds: int = 3
         raise state.failed
 
 
-class _Server(uvicorn.Server):
-    """Tells the state when it ends, and can be ended by it."""
+class Server(uvicorn.Server):
+    """uvicorn with the limits of this server; its end is known to the state, which can also bring it about.
 
-    def __init__(self, config: uvicorn.Config, state: ServerState) -> None:
-        super().__init__(config)
+    Example:
+        >>> Server(state).run(sockets=[bind("127.0.0.1", 0)])  # doctest: +SKIP
+    """
+
+    def __init__(self, state: ServerState, *, drain_seconds: int = 30) -> None:
+        # Malformed requests are their clients' affair; uvicorn would write a line for each.
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+        super().__init__(
+            uvicorn.Config(
+                create_app(state),
+                http=PatientProtocol,
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=drain_seconds,
+            )
+        )
         self._state = state
-        state.stop = self._stop
+        state.stop = self.end
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to end on a signal; end at once on a second SIGINT."""
-        self._state.draining = True
+        self._state.drain()
         super().handle_exit(sig, frame)
 
-    def _stop(self) -> None:
-        self._state.draining = True
+    def end(self) -> None:
+        """Take no more requests, and end once those under way have."""
+        self._state.drain()
         self.should_exit = True

@@ -8,6 +8,7 @@ from fastapi import Request
 from thinfer.engine.llm import LLM
 from thinfer.server.constrain import Grammars
 from thinfer.server.failures import ApiError
+from thinfer.server.live import LiveFeed
 from thinfer.server.loop import EngineLoop
 from thinfer.server.metrics import Metrics
 
@@ -44,6 +45,7 @@ class ServedModel:
         llm: the model.
         loop: its engine thread.
         grammars: makes constraints for its vocabulary.
+        live: what the page shows of its engine.
         created: Unix seconds of when it was ready.
     """
 
@@ -51,6 +53,7 @@ class ServedModel:
         self.llm = llm
         self.loop = loop
         self.grammars = Grammars(llm.tokenizer, llm.eos_ids, llm.config.vocab_size)
+        self.live = LiveFeed(llm, loop)
         self.created = created
 
     @property
@@ -87,6 +90,12 @@ class ServerState:
     draining: bool = False
     ready: Callable[[LLM], None] = lambda _: None
     stop: Callable[[], None] = lambda: None
+
+    def drain(self) -> None:
+        """Take no more requests, and end the readers who would stay for ever."""
+        self.draining = True
+        if self.model is not None:
+            self.model.live.close()
 
     @property
     def name(self) -> str:
