@@ -3,8 +3,8 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,7 +14,7 @@ from thinfer.core.request import StreamChunk
 from thinfer.engine import request as engine_request
 from thinfer.engine.llm import LLM
 from thinfer.engine.runtime import Usage
-from thinfer.server.loop import EngineLoop
+from thinfer.server.loop import EngineLoop, LoopFacts
 from thinfer.server.sse import EventStream
 
 # Reading the counters takes about as long as a tenth of a small model's step.
@@ -61,13 +61,15 @@ class LiveFeed:
         self._since = 0.0
         self._steps = 0
         self._tokens = 0
+        # What the loop said when it last had nothing to do.
+        self._rest: LoopFacts | None = None
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """What is known of the model, then several times a second the new frames and the state of the queue.
 
         With nothing new the state alone comes once a second. Ends when the feed is closed.
         """
-        with self._reading():
+        async with self._reading():
             seen = self._made
             sent = self._clock()
             yield {"model": self._model(), "frames": [], "now": self._now()}
@@ -84,13 +86,17 @@ class LiveFeed:
         """End all readers, so that a server may stop; there are no frames afterwards."""
         self._closed = True
 
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def _reading(self) -> AsyncIterator[None]:
         self._readers += 1
-        if self._unwatch is None:
-            self._before = None
-            self._unwatch = self._loop.watch(self._after_step)
         try:
+            if self._unwatch is None:
+                # The engine gives its counters between two steps: waiting for that is nothing for the event loop.
+                usage = await asyncio.to_thread(self._llm.engine.usage)
+                if self._unwatch is None:
+                    self._before = usage
+                    self._start(self._clock())
+                    self._unwatch = self._loop.watch(self._after_step)
             yield
         finally:
             self._readers -= 1
@@ -134,9 +140,11 @@ class LiveFeed:
         now = self._clock()
         self._steps += 1
         self._tokens += sum(len(chunk.token_ids) for _, chunk in chunks)
-        if self._before is None or self._loop.facts.running == 0:
-            # The first step after a rest: how long it took is not known, so time counts from here.
-            self._start(now, keep=self._before is not None)
+        facts = self._loop.facts
+        if facts.running == 0 and facts is not self._rest:
+            # The first step after a rest: when it began is not known, so time counts from its end.
+            self._rest = facts
+            self._since = now
             return
         ended = any(chunk.finish_reason is not None for _, chunk in chunks)
         if now - self._since < FRAME_SECONDS and not ended:
@@ -145,15 +153,11 @@ class LiveFeed:
         self._frames.append(self._frame(now, usage.since(self._before)))
         self._made += 1
         self._before = usage
-        self._start(now, keep=False)
+        self._start(now)
 
-    def _start(self, now: float, *, keep: bool) -> None:
-        """Begin a frame; `keep`: what was counted since the last one belongs to it."""
+    def _start(self, now: float) -> None:
         self._since = now
-        if self._before is None:
-            self._before = self._llm.engine.usage()
-        if not keep:
-            self._steps = self._tokens = 0
+        self._steps = self._tokens = 0
 
     def _frame(self, now: float, usage: Usage) -> Frame:
         layers, kinds = densities(usage, self._llm.config.num_hidden_layers)
@@ -205,7 +209,8 @@ def live_router(get_feed: Callable[[Request], LiveFeed]) -> APIRouter:
     """
     router = APIRouter()
 
-    @router.get("/v1/live", response_class=EventStream, summary="What the engine reads, as server-sent events")
+    # A stream without an end is nothing for a schema of requests and answers.
+    @router.get("/v1/live", include_in_schema=False)
     async def live(request: Request) -> Response:
         return EventStream(get_feed(request).events())
 

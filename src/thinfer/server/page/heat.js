@@ -7,9 +7,11 @@ const HEIGHT = 170;
 const SHADES = 32;
 
 export class HeatStrip {
-  constructor(canvas, tip) {
+  /** `scaled(low, high)` is called with the fractions that the two ends of the colours stand for. */
+  constructor(canvas, tip, scaled) {
     this.canvas = canvas;
     this.tip = tip;
+    this.scaled = scaled;
     this.frames = [];
     this.layers = 0;
     this.shades = [];
@@ -66,11 +68,14 @@ export class HeatStrip {
     const columns = Math.floor((width + GAP) / CELL);
     const shown = this.frames.slice(-columns);
     const inner = row > 3 ? row - GAP : row;
+    const [low, high] = range(shown);
+    this.scaled(low, high);
+    const shade = (part) => this.shades[Math.round(Math.max(0, Math.min(1, (part - low) / (high - low))) * SHADES)];
     for (let column = 0; column < columns; column += 1) {
       const frame = shown[column - (columns - shown.length)];
       const x = column * CELL;
       for (let layer = 0; layer < layers; layer += 1) {
-        pen.fillStyle = frame ? this.shades[Math.round(frame.layers[layer] * SHADES)] : this.empty;
+        pen.fillStyle = frame ? shade(frame.layers[layer]) : this.empty;
         pen.fillRect(x, layer * row, CELL - GAP, inner);
       }
       if (frame && isPrompt(frame)) {
@@ -101,6 +106,15 @@ export class HeatStrip {
 /** Whether more tokens went through the model than came out: some were a prompt's. */
 export function isPrompt(frame) {
   return frame.rows > frame.tokens;
+}
+
+/** Tenths between which the layers of the answers lie, so that their differences show; a dense model's are 0 to 1. */
+function range(frames) {
+  const parts = frames.filter((frame) => !isPrompt(frame)).flatMap((frame) => frame.layers).sort((a, b) => a - b);
+  if (!parts.length || parts[0] >= 1) return [0, 1];
+  const at = (share) => parts[Math.floor(share * (parts.length - 1))];
+  const low = Math.floor(at(0.02) * 10 - 1e-6) / 10;
+  return [Math.max(0, low), Math.min(1, Math.max(low + 0.2, Math.ceil(at(0.98) * 10 + 1e-6) / 10))];
 }
 
 export function percent(fraction) {
