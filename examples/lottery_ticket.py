@@ -141,6 +141,8 @@ def draw(summary: dict[str, list[dict[str, float]]], path: Path, title: str) -> 
             capsize=2,
         )
     axes.set_xscale("log")
+    axes.set_xticks([100, 50, 20, 10, 5, 2, 1], labels=["100", "50", "20", "10", "5", "2", "1"])
+    axes.minorticks_off()
     axes.invert_xaxis()
     axes.set_xlabel("weights left, %")
     axes.set_ylabel("test accuracy, %")
