@@ -15,14 +15,20 @@ from thinfer.errors import ResourceError, UsageError
 
 RNG = np.random.default_rng(3)
 IDS = RNG.integers(0, 256, 400).tolist()
-GREEDY = SamplingParams(temperature=0.0, max_tokens=150, ignore_eos=True, logprobs=3)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True, logprobs=3)
 SEEDED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=11, repetition_penalty=1.2)
-EXECUTORS = {
-    "reference": {"executor": "reference"},
-    "cpu": {"executor": "cpu", "threads": 1},
-    "cpu-f32": {"executor": "cpu", "activations": "f32", "kv_type": "f32", "threads": 1},
+REFERENCE = {"executor": "reference"}
+INT8 = {"executor": "cpu", "threads": 1}
+F32 = {"executor": "cpu", "activations": "f32", "kv_type": "f32", "threads": 1}
+# An executor, and where thresholds act: nowhere (None), at decode (False), or in prompts too (True).
+KINDS = {
+    "reference-decode": (REFERENCE, False),
+    "int8-dense": (INT8, None),
+    "int8-decode": (INT8, False),
+    "int8-prefill": (INT8, True),
+    "f32-dense": (F32, None),
+    "f32-decode": (F32, False),
 }
-MODES = {"dense": None, "sparse": False, "sparse-prefill": True}
 
 
 class Sink:
@@ -35,17 +41,12 @@ class Sink:
         return ""
 
 
-@pytest.fixture(scope="module", params=EXECUTORS)
-def executor(request):
-    if request.param != "reference" and find_spec("thinfer._core") is None:
+@pytest.fixture(params=KINDS)
+def make_engine(request, tiny_model):
+    """Builds engines of one kind."""
+    executor, prefill = KINDS[request.param]
+    if executor is not REFERENCE and find_spec("thinfer._core") is None:
         pytest.skip("the native part is not built")
-    return EXECUTORS[request.param]
-
-
-@pytest.fixture(params=MODES)
-def make_engine(request, executor, tiny_model):
-    """Builds engines of one executor, without thresholds or with thresholds at decode or everywhere."""
-    prefill = MODES[request.param]
     sites = [node.attrs["site"] for node in tiny_model.graph.nodes if node.op == "linear"]
     thresholds = {site: 0.4 for site in sites if site.startswith("layers.")}
     selector = None if prefill is None else ThresholdSelector("teal", thresholds, prefill=prefill)
@@ -90,11 +91,11 @@ def result(request):
 
 
 def test_blocks_that_run_out_change_no_token(make_engine):
-    asked = [(IDS[:100], GREEDY), (IDS[100:170], SEEDED), (IDS[170:175], GREEDY), (IDS[200:330], SEEDED)]
+    asked = [(IDS[:60], GREEDY), (IDS[100:155], SEEDED), (IDS[200:262], SEEDED), (IDS[262:330], GREEDY)]
     with make_engine(prefix_cache=False) as large:
         expected = [result(run(large, one)[0][0]) for one in asked]
     for cached in (False, True):
-        with make_engine(kv_tokens=448, prefix_cache=cached) as small:
+        with make_engine(kv_tokens=384, chunk=40, prefix_cache=cached) as small:
             requests, scheduler = run(small, *asked)
             assert scheduler.preemptions > 0
             assert [result(request) for request in requests] == expected
@@ -108,12 +109,12 @@ def test_a_preempted_request_finds_its_own_blocks_again(make_engine):
             scheduler.step()
         before = engine.usage().rows
         assert second.sequence.length == 0
-        generated = len(second.generated)
+        counts = [len(first.generated), len(second.generated)]
         drain(scheduler)
-        # Each ends with 60 + 149 rows; the second one's full blocks were not computed again.
-        again = engine.usage().rows - before - (150 - len(first.generated)) - (150 - generated)
-        assert generated > 64
-        assert again < 150
+        rest = sum(100 - count for count in counts)
+        assert min(counts) > 64
+        # The second one's full blocks were not computed again.
+        assert engine.usage().rows - before - rest < 64
 
 
 def test_the_youngest_waits_and_the_oldest_never_does(engine, tiny_model):
