@@ -33,15 +33,15 @@ test: setup
 	$(BIN)/python -m pytest
 
 check: setup
-	$(BIN)/ruff format --check src tests scripts
-	$(BIN)/ruff check src tests scripts
+	$(BIN)/ruff format --check src tests scripts examples
+	$(BIN)/ruff check src tests scripts examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python scripts/check_lengths.py src tests scripts csrc
+	$(BIN)/python scripts/check_lengths.py src tests scripts examples csrc
 
 format: setup
-	$(BIN)/ruff format src tests scripts
-	$(BIN)/ruff check --fix src tests scripts
+	$(BIN)/ruff format src tests scripts examples
+	$(BIN)/ruff check --fix src tests scripts examples
 
 clean:
 	rm -rf build .venv demo
