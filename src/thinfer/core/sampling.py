@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Protocol
 
 from thinfer.errors import UsageError
+
+if TYPE_CHECKING:
+    # Options are checked before a model is loaded, and numpy takes a tenth of a second.
+    import numpy as np
+    from numpy.typing import NDArray
 
 # More are of no use to a reader, and every one of them is sorted and sent for every token.
 MAX_LOGPROBS = 100
