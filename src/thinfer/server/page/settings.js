@@ -93,6 +93,9 @@ function fieldNode({ name, label, hint, min, max, step, slider }) {
   // Only a slider moves in steps: any fraction may be typed.
   const typed = step === 1 ? 1 : "any";
   Object.assign(input, { type: "number", name, min, max, step: typed, placeholder: "model’s own", inputMode: "decimal" });
+  // A label names what it is for; without that the first field inside it, which may be the slider.
+  input.id = `set-${name}`;
+  node.htmlFor = input.id;
   if (slider) {
     const range = document.createElement("input");
     Object.assign(range, { type: "range", min, max, step });
