@@ -71,7 +71,7 @@ def serve(
     ] = 30,
     max_body_mib: Annotated[
         int, typer.Option("--max-body-mib", min=1, envvar="THINFER_MAX_BODY_MIB", help="Largest body of a request.")
-    ] = 8,
+    ] = 4,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option("--cors-origin", envvar="THINFER_CORS_ORIGIN", help="Pages that may call; may be repeated."),

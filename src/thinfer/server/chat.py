@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -212,11 +213,12 @@ class _Chat:
                 shown["usage"] = None
             return shown
 
-        async for index, output in self._job.stream():
-            logprobs = chat_logprobs(self._tokenizer, output.logprobs) if self._body.logprobs else None
-            for choice in choices[index].of(output, logprobs):
-                ends = choice["finish_reason"] is not None and len(choices) == 1 and output.timings is not None
-                yield event(choice, **({"timings": timings(output.timings)} if ends and output.timings else {}))
+        async with aclosing(self._job.stream()) as pieces:
+            async for index, output in pieces:
+                logprobs = chat_logprobs(self._tokenizer, output.logprobs) if self._body.logprobs else None
+                for choice in choices[index].of(output, logprobs):
+                    ends = choice["finish_reason"] is not None and len(choices) == 1 and output.timings is not None
+                    yield event(choice, **({"timings": timings(output.timings)} if ends and output.timings else {}))
         if with_usage:
             yield event(None)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         for item, each in zip(given, ids, strict=True)
         for settings in params
     ]
-    job = Job(state, model, prompts, choices=len(params))
+    job = Job(state, model, prompts, choices=len(params), scores_only=body.max_tokens == 0)
     texts = _Texts(state, model, body, job, given, ids)
     if body.stream:
         await job.admitted()
@@ -103,16 +104,17 @@ class _Texts:
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         running = options is not None and bool(options.continuous_usage_stats)
-        async for index, output in self._job.stream():
-            choice = self._choice(index, output)
-            if not (choice["text"] or choice["logprobs"] or choice["finish_reason"]):
-                continue
-            shown = start | {"choices": [choice]}
-            if running:
-                shown["usage"] = self._job.usage()
-            if output.timings is not None and len(self._ids) == 1:
-                shown["timings"] = timings(output.timings)
-            yield shown
+        async with aclosing(self._job.stream()) as pieces:
+            async for index, output in pieces:
+                choice = self._choice(index, output)
+                if not (choice["text"] or choice["logprobs"] or choice["finish_reason"]):
+                    continue
+                shown = start | {"choices": [choice]}
+                if running:
+                    shown["usage"] = self._job.usage()
+                if output.timings is not None and len(self._ids) == 1:
+                    shown["timings"] = timings(output.timings)
+                yield shown
         if with_usage:
             yield start | {"choices": [], "usage": self._job.usage()}
 

@@ -21,6 +21,7 @@ _KINDS = {
     404: ("not_found_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
     408: ("timeout_error", "timeout"),
+    431: ("invalid_request_error", "headers_too_large"),
     413: ("invalid_request_error", "request_too_large"),
     429: ("rate_limit_error", "queue_full"),
     501: ("not_implemented_error", "not_implemented"),
@@ -131,13 +132,12 @@ def _of_http(error: HTTPException, request: Request) -> ApiError:
 
 
 def _of_validation(error: RequestValidationError) -> ApiError:
-    """The first complaint, with the place in the body as `param`."""
-    first = error.errors()[0]
-    place = [part for part in first.get("loc", ()) if part != "body"]
+    """The complaint that goes deepest, with its place in the body as `param`."""
+    # A union complains once a member: the deepest one is about the form that was meant.
+    first = max(error.errors(), key=lambda each: len(each.get("loc", ())))
     if first.get("type") == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
-    # A union complains once a member; the names of its members are no fields.
-    fields = [str(part) for part in place if isinstance(part, int) or str(part).replace("_", "").isalnum()]
+    fields = [str(part) for part in first.get("loc", ())[1:] if isinstance(part, int) or _is_field(part)]
     param = ".".join(fields) or None
     message = str(first.get("msg", "invalid")).removeprefix("Value error, ")
     if first.get("type") == "extra_forbidden":
@@ -148,6 +148,11 @@ def _of_validation(error: RequestValidationError) -> ApiError:
     if isinstance(cause, FieldError):
         return ApiError(400, str(cause), param=cause.param, code=cause.code)
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
+
+
+def _is_field(part: str) -> bool:
+    """Whether a part of a place is a field; the others name members of unions, such as ``str`` and ``list[int]``."""
+    return part.isidentifier() and part.islower() and part not in ("str", "int", "float", "bool")
 
 
 class FieldError(ValueError):

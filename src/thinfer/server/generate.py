@@ -20,6 +20,7 @@ from thinfer.server.sse import DONE, EventStream, until_disconnect
 from thinfer.server.state import ServedModel, ServerState
 
 T = TypeVar("T")
+_LAST_WORDS_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -58,12 +59,21 @@ class Job:
         model: its model.
         prompts: every prompt so many times in a row as it has choices.
         choices: how often each prompt is there.
+        scores_only: nothing is to be generated; the one token that comes all the same is not counted.
 
     Raises:
         ApiError: 400 for a prompt that does not fit the context, 429 when the queue is full.
     """
 
-    def __init__(self, state: ServerState, model: ServedModel, prompts: Sequence[Prompt], *, choices: int) -> None:
+    def __init__(
+        self,
+        state: ServerState,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        *,
+        choices: int,
+        scores_only: bool = False,
+    ) -> None:
         for prompt in prompts:
             if len(prompt.ids) >= model.context:
                 raise ApiError(
@@ -73,6 +83,7 @@ class Job:
                     code="context_length_exceeded",
                 )
         self._choices = choices
+        self._scores_only = scores_only
         self._prompt_tokens = sum(len(prompt.ids) for prompt in prompts[::choices])
         self._generated = 0
         self._cached = 0
@@ -100,7 +111,12 @@ class Job:
         return chunks
 
     async def stream(self) -> AsyncGenerator[tuple[int, Output], None]:
-        """Index of the prompt and what came for it, as it comes."""
+        """Index of the prompt and what came for it, as it comes; what came while nobody asked comes as one piece."""
+        if len(self._tickets) == 1:
+            # The usual case, without a task for every token.
+            while chunks := await self._tickets[0].take():
+                yield 0, self._read(0, chunks)
+            return
         waits = {asyncio.ensure_future(ticket.take()): index for index, ticket in enumerate(self._tickets)}
         try:
             while waits:
@@ -108,11 +124,9 @@ class Job:
                 for task in done:
                     index = waits.pop(task)
                     chunks = task.result()
-                    if not chunks:
-                        continue
-                    # What comes while the reader is slow is taken at once afterwards, as one piece.
-                    yield index, self._read(index, chunks)
-                    waits[asyncio.ensure_future(self._tickets[index].take())] = index
+                    if chunks:
+                        yield index, self._read(index, chunks)
+                        waits[asyncio.ensure_future(self._tickets[index].take())] = index
         finally:
             for task in waits:
                 task.cancel()
@@ -133,7 +147,7 @@ class Job:
 
     def _read(self, index: int, chunks: Sequence[StreamChunk]) -> Output:
         output = Output.joined(chunks, self._clocks[index])
-        self._generated += len(output.token_ids)
+        self._generated += 0 if self._scores_only else len(output.token_ids)
         if output.timings is not None and index % self._choices == 0:
             self._cached += output.timings.cached_tokens
         return output
@@ -160,20 +174,24 @@ async def answer(request: Request, state: ServerState, job: Job, work: Coroutine
 
 def event_stream(state: ServerState, job: Job, events: AsyncGenerator[dict[str, Any], None]) -> Response:
     """Events of a job, then ``[DONE]``; a failure is an event of its own."""
+    limit = state.settings.request_seconds
+    end = time.monotonic() + limit
 
     async def guarded() -> AsyncGenerator[dict[str, Any] | str, None]:
         try:
             async with aclosing(events) as source:
                 async for item in source:
                     yield item
+                    if time.monotonic() > end:
+                        raise ApiError(504, f"the request took longer than {limit:g} s; ask for fewer tokens")
         except Exception as error:
             yield as_api_error(error).body()
         finally:
             job.cancel()
         yield DONE
 
-    settings = state.settings
-    return EventStream(guarded(), ping_seconds=settings.ping_seconds, time_limit=settings.request_seconds)
+    # Who does not even read the failure is cut off a little later.
+    return EventStream(guarded(), ping_seconds=state.settings.ping_seconds, time_limit=limit + _LAST_WORDS_SECONDS)
 
 
 def head(kind: str, prefix: str, name: str) -> dict[str, Any]:

@@ -48,6 +48,7 @@ class Guard:
             await send(message)
 
         try:
+            _check_headers(scope)
             self._check_key(scope)
             await self._app(scope, await self._with_body(scope, receive), watched)
         except Exception as error:
@@ -56,7 +57,7 @@ class Guard:
                 _log.error("an answer broke off: %s", failure.message)
                 raise
             response = failure.response()
-            if failure.status in (408, 413):
+            if failure.status in (408, 413, 431):
                 # The rest of the body is not read, so the connection cannot go on.
                 response.headers["Connection"] = "close"
             await response(scope, receive, watched)
@@ -111,6 +112,12 @@ class Guard:
             return pending.pop(0) if pending else await receive()
 
         return replay
+
+
+def _check_headers(scope: Scope) -> None:
+    # The parser's own limit holds for headers that come in several reads alone.
+    if sum(len(key) + len(value) for key, value in scope["headers"]) > MAX_HEADER_BYTES:
+        raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes; send less")
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:

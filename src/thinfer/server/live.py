@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -64,7 +64,7 @@ class LiveFeed:
         # What the loop said when it last had nothing to do.
         self._rest: LoopFacts | None = None
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """What is known of the model, then several times a second the new frames and the state of the queue.
 
         With nothing new the state alone comes once a second. Ends when the feed is closed.

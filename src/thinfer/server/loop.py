@@ -217,19 +217,29 @@ class EngineLoop:
     # ---- in the engine thread
 
     def _run(self) -> None:
-        while True:
+        while self._turn():
+            pass
+        for ticket in list(self._tickets.values()):
+            self._cancel(ticket)
+        self._flush()
+
+    def _turn(self) -> bool:
+        """Take what was asked for and run one step; False when the thread shall end."""
+        try:
             idle = not self._scheduler.busy
             if idle:
                 self._renew_facts(idle=True)
                 self._flush()
             if not self._take(block=idle):
-                break
+                return False
             if self._scheduler.busy:
                 self._step()
-            self._flush()
-        for ticket in list(self._tickets.values()):
-            self._cancel(ticket)
+        except Exception as error:
+            # What fails for all: everyone is told, and the next request starts on a new scheduler.
+            _log.error("the engine failed: %s: %s", type(error).__name__, error, exc_info=error)
+            self._restart(error)
         self._flush()
+        return True
 
     def _take(self, block: bool) -> bool:
         """Do what was asked for; False when the thread shall end."""
@@ -261,13 +271,7 @@ class EngineLoop:
             self._deliver(request, self._scheduler.cancel(request))
 
     def _step(self) -> None:
-        try:
-            chunks = self._scheduler.step()
-        except Exception as error:
-            # What fails for all: everyone is told, and the next request starts on a new scheduler.
-            _log.error("a step failed: %s: %s", type(error).__name__, error, exc_info=error)
-            self._restart(error)
-            return
+        chunks = self._scheduler.step()
         for request, chunk in chunks:
             self._generated += len(chunk.token_ids)
             self._deliver(request, chunk)

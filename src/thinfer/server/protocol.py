@@ -59,6 +59,11 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 _WITHOUT_EFFECT = ("metadata", "prompt_cache_key", "safety_identifier", "user")
 
 
+# A list of a million wrong items must not become a million complaints.
+_Ids = Annotated[list[int], Field(fail_fast=True)]
+_MOST_BIASES = 4096
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -86,8 +91,8 @@ class Sampling(_Strict):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[str, float] | None = Field(None, description="Token id to a number between -100 and 100.")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=64)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=64)] | None = None
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True, max_length=64)] | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] | None = None
 
@@ -97,6 +102,9 @@ class Sampling(_Strict):
         """Take out the fields without effect and refuse those that are known and not supported."""
         if not isinstance(given, dict):
             return given
+        biases = given.get("logit_bias")
+        if isinstance(biases, dict) and len(biases) > _MOST_BIASES:
+            raise FieldError("logit_bias", f"logit_bias holds {len(biases)} tokens; at most {_MOST_BIASES} are taken")
         kept = {}
         for name, value in given.items():
             if name in cls.model_fields:
@@ -161,9 +169,9 @@ class Message(_Strict):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     # What answers carry and clients send back; nothing of it reaches the model.
@@ -234,13 +242,13 @@ class ResponseFormat(_Strict):
 class ChatRequest(Sampling):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=10_000)]
     max_tokens: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=256)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=256)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     add_generation_prompt: bool | None = None
@@ -270,7 +278,9 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """Body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(description="Texts, or token ids of one or several.")
+    prompt: str | Annotated[list[str], Field(fail_fast=True)] | _Ids | Annotated[list[_Ids], Field(fail_fast=True)] = (
+        Field(description="Texts, or token ids of one or several.")
+    )
     max_tokens: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] | None = Field(None, description="Default: 16.")
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
@@ -298,7 +308,7 @@ class TokenizeRequest(_Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -314,7 +324,7 @@ class DetokenizeRequest(_Strict):
     """Body of /detokenize."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0, lt=2**31)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 
 
 def _biases(given: Mapping[str, float]) -> dict[int, float]:

@@ -154,5 +154,5 @@ FAILURES: dict[int | str, dict[str, Any]] = {
         (504, "The request took too long"),
     )
 }
-# FastAPI would announce its own form of validation errors, which this API never sends.
-FAILURES[422] = {"model": Failure, "description": "Never sent: a wrong field is a 400"}
+# Without it FastAPI would announce its own form of validation errors, which this API never sends.
+FAILURES["default"] = {"model": Failure, "description": "Any other failure"}

@@ -104,7 +104,7 @@ async def tokenizer_info(request: Request) -> Response:
     return json_response({**names, "chat_template": template, "max_model_len": model.context})
 
 
-@router.post("/v1/embeddings", responses={501: {"model": Failure}, **FAILURES}, tags=["generation"])
+@router.post("/v1/embeddings", include_in_schema=False)
 async def embeddings(request: Request) -> Response:
     """Not there yet."""
     raise ApiError(501, "embeddings are not implemented; thinfer serves text generation")

@@ -2,8 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
@@ -31,10 +31,9 @@ def event(item: Mapping[str, Any] | str) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what an async iterator gives, an event each, and a comment where nothing came for a while.
+    """Sends what an async generator gives, an event each, and a comment where nothing came for a while.
 
-    When the client goes away, or the iterator ends, the iterator is closed: what it holds it frees in its own
-    ``finally``.
+    When the client goes away the generator is closed: what it holds it frees in its own ``finally``.
 
     Args:
         items: objects and texts of events.
@@ -46,7 +45,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        items: AsyncIterator[Mapping[str, Any] | str],
+        items: AsyncGenerator[Mapping[str, Any] | str, None],
         *,
         ping_seconds: float = PING_SECONDS,
         time_limit: float | None = None,
@@ -57,48 +56,45 @@ class EventStream(Response):
         self._items = items
         self._ping_seconds = ping_seconds
         self._time_limit = time_limit
+        self._silent = True
+        self._ended = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the items end or the client is gone."""
         sender = asyncio.create_task(self._send(send))
+        pinger = asyncio.create_task(self._ping(send))
         watcher = asyncio.create_task(until_disconnect(receive))
         try:
+            # The limit frees a sender that waits for a reader who does not read.
             await asyncio.wait({sender, watcher}, timeout=self._time_limit, return_when=asyncio.FIRST_COMPLETED)
-            # Frees a sender that waits for a reader who does not read.
             if sender.done():
                 await sender
         finally:
-            for task in (sender, watcher):
+            for task in (sender, pinger, watcher):
                 task.cancel()
-            await asyncio.gather(sender, watcher, return_exceptions=True)
-            close = getattr(self._items, "aclose", None)
-            if close is not None:
-                with suppress(RuntimeError):
-                    await close()
+            await asyncio.gather(sender, pinger, watcher, return_exceptions=True)
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         # Headers go out at once, so that a client knows its request was taken while the prompt is computed.
         await send({"type": "http.response.body", "body": b"", "more_body": True})
-        following = asyncio.ensure_future(anext(self._items, None))
-        try:
-            while True:
-                done, _ = await asyncio.wait({following}, timeout=self._ping_seconds)
-                if not done:
-                    await send({"type": "http.response.body", "body": _PING, "more_body": True})
-                    continue
-                item = following.result()
-                if item is None:
-                    break
-                # The next item is asked for only now: while a slow reader blocks, what comes is joined into one event.
+        async with aclosing(self._items) as items:
+            # The next one is asked for when this one is sent: what comes while a slow reader blocks can be joined.
+            async for item in items:
                 await send({"type": "http.response.body", "body": event(item), "more_body": True})
-                following = asyncio.ensure_future(anext(self._items, None))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            if not following.done():
-                following.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await following
+                self._silent = False
+        # From here on a ping would come after the end.
+        self._ended = True
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _ping(self, send: Send) -> None:
+        while True:
+            self._silent = True
+            await asyncio.sleep(self._ping_seconds)
+            if self._ended:
+                return
+            if self._silent:
+                await send({"type": "http.response.body", "body": _PING, "more_body": True})
 
 
 async def until_disconnect(receive: Receive) -> None:

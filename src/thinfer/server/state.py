@@ -31,7 +31,7 @@ class ServerSettings:
     names: tuple[str, ...]
     api_key: str | None = None
     max_waiting: int = 128
-    max_body_bytes: int = 8 << 20
+    max_body_bytes: int = 4 << 20
     request_seconds: float = 600.0
     body_seconds: float = 30.0
     ping_seconds: float = 10.0

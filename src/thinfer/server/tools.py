@@ -85,7 +85,7 @@ class CallParser:
         self._names = names
         self._held = ""
         self._start = True
-        self._called = False
+        self._after_call = False
 
     def push(self, text: str) -> list[str | Call]:
         """What is certain after this text."""
@@ -116,7 +116,7 @@ class CallParser:
                 self._say(found, before + tag + inside + end)
             else:
                 self._say(found, before)
-                self._called = True
+                self._after_call = True
                 found.append(call)
 
     def finish(self) -> list[str | Call]:
@@ -140,8 +140,11 @@ class CallParser:
         return found
 
     def _say(self, found: list[str | Call], text: str) -> None:
-        # Between and after calls models write line ends that mean nothing.
-        if text and not (self._called and text.isspace()):
+        if self._after_call:
+            # Line ends that models write between and after calls mean nothing.
+            text = text.lstrip()
+        if text:
+            self._after_call = False
             found.append(text)
 
     def _call(self, value: Any) -> Call | None:
