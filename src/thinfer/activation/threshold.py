@@ -1,6 +1,5 @@
 """TEAL and WINA thresholds: observe a model with its own engine, choose, measure, and write the artifact."""
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral, Real
@@ -13,7 +12,7 @@ from thinfer.activation.scores import BLOCK_KINDS, Float32, Method, Site, block_
 from thinfer.activation.search import Rates, RateSearch, Trial
 from thinfer.calibration.observer import ScoreHistogram, ScoreObserver
 from thinfer.calibration.text import TokenWindows, token_windows
-from thinfer.core.artifact import Artifact, require_writable
+from thinfer.core.artifact import Artifact, base_for, require_writable
 from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.llm import LLM
 from thinfer.engine.runtime import Engine, Work
@@ -166,7 +165,8 @@ def calibrate(
         checkpoint = llm.engine.model.checkpoint
         section, tensors = selector.to_section()
         sections = {SELECTOR_SECTION: section, CALIBRATION_SECTION: report}
-        Artifact(_base(model, checkpoint.path, Path(out)), checkpoint.fingerprint(), sections, tensors).save(out)
+        base = base_for(model, checkpoint.path, out)
+        Artifact(base, checkpoint.fingerprint(), sections, tensors).merged(out).save(out)
     return report
 
 
@@ -240,13 +240,3 @@ class _Calibration:
         for site in sorted(self._sites, key=lambda site: BLOCK_KINDS.index(site.kind)):
             nbytes[self._group(site)] = nbytes.get(self._group(site), 0) + site.nbytes
         return nbytes
-
-
-def _base(given: str | Path, path: Path, folder: Path) -> str:
-    """How the artifact names its base: relative inside the model's own folder, so both move together, else absolute."""
-    if not Path(given).expanduser().exists():
-        return str(given)
-    home = (path if path.is_dir() else path.parent).resolve()
-    if folder.resolve().is_relative_to(home):
-        return os.path.relpath(path.resolve(), folder.resolve())
-    return str(path.resolve())

@@ -8,7 +8,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from thinfer.cli import bench, calibrate, demo, eval_tasks, evaluate, export, info, prune, recover, run, serve
+from thinfer.cli import (
+    bench,
+    bench_batch,
+    calibrate,
+    demo,
+    eval_tasks,
+    evaluate,
+    export,
+    info,
+    profile,
+    prune,
+    recover,
+    run,
+    serve,
+)
 from thinfer.errors import ThinferError
 
 _INTERRUPTED = 130
@@ -80,9 +94,11 @@ def thinfer(
 app.command("run")(run.run)
 app.command("serve")(serve.serve)
 app.add_typer(bench.app, name="bench")
+bench.app.command("batch")(bench_batch.batch)
 app.add_typer(evaluate.app, name="eval")
 evaluate.app.command("tasks")(eval_tasks.tasks)
 app.command("calibrate")(calibrate.calibrate)
+app.command("profile")(profile.profile)
 app.command("recover")(recover.recover)
 app.command("export")(export.export)
 app.add_typer(prune.app, name="prune")

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,23 @@ class Artifact:
         _write(path / TENSORS_NAME, blob)
         _write(path / JSON_NAME, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
 
+    def merged(self, folder: str | Path) -> Artifact:
+        """This artifact with the sections that it lacks and that the folder's own has for the same weights.
+
+        Tensors belong to the section that their names begin with. What the folder has for other weights, or damaged,
+        is of no use any more and left out: the next `save` replaces it.
+
+        Example: `Artifact(base, fingerprint, {"profile": section}, tensors).merged(folder).save(folder)`.
+        """
+        try:
+            there = Artifact.read(folder)
+            there.check(self.fingerprint)
+        except ArtifactError:
+            return self
+        kept = {name: value for name, value in there.sections.items() if name not in self.sections}
+        tensors = {name: value for name, value in there.tensors.items() if name.partition(".")[0] in kept}
+        return replace(self, sections={**kept, **self.sections}, tensors={**tensors, **self.tensors})
+
     @classmethod
     def read(cls, folder: str | Path) -> Artifact:
         """Read a folder's artifact; ArtifactError when a file is missing, damaged, of a newer version, or mixed."""
@@ -80,6 +97,23 @@ class Artifact:
                 f"stale artifact: made for weights {self.fingerprint[:12]}, but {self.base} now has "
                 f"{fingerprint[:12]}; calibrate again"
             )
+
+
+def base_for(given: str | Path, path: Path, folder: str | Path) -> str:
+    """How an artifact in the folder names its base: relative inside the model's own folder, so both move together.
+
+    Args:
+        given: what the user called the model; a hub id stays one.
+        path: where it was found.
+        folder: where the artifact is written.
+
+    Returns:
+        The hub id, the relative path, or for a folder elsewhere the absolute path.
+    """
+    if not Path(given).expanduser().exists():
+        return str(given)
+    home, place = (path if path.is_dir() else path.parent).resolve(), Path(folder).resolve()
+    return os.path.relpath(path.resolve(), place) if place.is_relative_to(home) else str(path.resolve())
 
 
 def require_writable(folder: str | Path) -> None:
