@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from functools import partial
 
 import httpx
 import pytest
@@ -56,7 +57,8 @@ def watched(llm, *requests, feed_of=LiveFeed):
 def test_frames_add_up_to_what_the_engine_did(llm):
     llm.engine.selector = ThresholdSelector("teal", dict.fromkeys(SITES, 0.5))
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    first, *events = watched(llm, (PROMPT, params), (PROMPT[::-1], params))
+    every_step = partial(LiveFeed, frame_seconds=0.0)
+    first, *events = watched(llm, (PROMPT, params), (PROMPT[::-1], params), feed_of=every_step)
     assert first["model"] | {"kv_tokens": 0} == {
         "type": "llama",
         "layers": 2,
