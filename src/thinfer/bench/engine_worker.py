@@ -105,6 +105,38 @@ def decode(engine: "Engine", start: Sequence[int], tokens: Sequence[int]) -> dic
     return _reply(engine, seconds)
 
 
+def streams(llm: "LLM", prompts: Sequence[Sequence[int]], steps: int) -> dict[str, Any]:
+    """Greedy streams through the scheduler as a server runs them, sampling and text included; their decode is timed."""
+    from thinfer import SamplingParams
+
+    scheduler = llm.scheduler()
+    # Prompts that do not fit one step get their first tokens one after another, so some answers are a little longer.
+    params = SamplingParams(temperature=0, max_tokens=2 * (steps + 1), ignore_eos=True)
+    requests = [scheduler.add(prompt, params) for prompt in prompts]
+    while not all(request.generated for request in requests):
+        scheduler.step()
+    starts = [len(request.generated) - 1 for request in requests]
+    llm.engine.reset_usage()
+    seconds = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        scheduler.step()
+        seconds.append(time.perf_counter() - begin)
+    usage = llm.engine.usage()
+    answers = [request.generated[start:] for start, request in zip(starts, requests, strict=True)]
+    for request in requests:
+        scheduler.cancel(request)
+    if any(len(answer) != steps + 1 for answer in answers):
+        raise ResourceError("the streams do not fit the KV pool together; lower --streams or -n")
+    return {
+        "step_seconds": seconds,
+        "answers": answers,
+        "density": usage.density,
+        "bytes_per_token": usage.bytes_per_token,
+        "agreement": None,
+    }
+
+
 def _reply(engine: "Engine", seconds: float) -> dict[str, Any]:
     usage = engine.usage()
     return {"seconds": seconds, "density": usage.density, "bytes_per_token": usage.bytes_per_token}
@@ -125,6 +157,8 @@ class Server:
             return {"rss_bytes": peak_rss_bytes()}
         if self._llm is None:
             raise ThinferError("load comes first")
+        if request["do"] == "streams":
+            return streams(self._llm, request["prompts"], request["steps"])
         engine = self._llm.engine
         with profiled(engine, request["operations"]) as operations:
             if request["do"] == "prefill":

@@ -58,6 +58,36 @@ def as_md(rows: Sequence[Row]) -> str:
     return "\n\n".join(parts)
 
 
+def as_streams_md(rows: Sequence[Row]) -> str:
+    """Tokens a second of all streams together, and the time between two tokens of one.
+
+    ``agree`` is the fraction of our tokens that the other engine finds the likeliest.
+    """
+    with_ratio = any("ratio_median" in row for row in rows)
+    head = ["model", "backend", "threads", "test", "streams", "t/s", "ITL ms", "P99 ITL ms", "density", "MB/token"]
+    body = []
+    for row in rows:
+        read = row["bytes_per_token"]
+        line = [
+            short_name(row["model"]),
+            row["backend"],
+            str(row["threads"]),
+            row["test"],
+            str(row["streams"]),
+            f"{row['t_s_median']:.2f} ± {row['t_s_stddev']:.2f}",
+            f"{row['median_itl_ms']:.2f}",
+            f"{row['p99_itl_ms']:.2f}",
+            f"{row['density']:.2f}",
+            "" if read is None else f"{read / 1e6:.1f}",
+        ]
+        if with_ratio:
+            agree = row["agreement"]
+            line.append("" if agree is None else f"{agree:.3f}")
+            line.append(f"{row['ratio_median']:.2f}x" if "ratio_median" in row else "")
+        body.append(line)
+    return table([*head, "agree", "ratio"] if with_ratio else head, body, left=2)
+
+
 def as_plain_md(rows: Sequence[Row]) -> str:
     """A Markdown table with the rows' own names as its head; floats with four significant digits."""
     names = list(dict.fromkeys(name for row in rows for name in row))

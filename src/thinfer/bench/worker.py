@@ -30,11 +30,30 @@ class Sample:
     operations: tuple[Mapping[str, Any], ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class StreamsSample:
+    """One timed round of several streams, a token of each in every step.
+
+    Attributes:
+        step_seconds: wall-clock time of every step.
+        answers: token ids of every stream: the one that followed its prompt, then one a step.
+        density: fraction of the block linears' weights that were multiplied.
+        bytes_per_token: weight bytes read for one token; None when the engine does not count them.
+        agreement: fraction of the answers' tokens that the engine finds the likeliest; None where it was not asked.
+    """
+
+    step_seconds: Sequence[float]
+    answers: Sequence[Sequence[int]]
+    density: float
+    bytes_per_token: float | None
+    agreement: float | None = None
+
+
 class Worker:
     """One engine in its own process, so that memory and threads of several engines stay apart.
 
-    The process answers ``{"do": ...}`` lines: ``load`` (with the options) gives facts about the model, ``prefill`` and
-    ``decode`` one timed round, ``rss`` the peak resident bytes of that process (VmHWM, its mapped files included).
+    The process answers ``{"do": ...}`` lines: ``load`` (with the options) gives facts about the model, ``prefill``,
+    ``decode`` and ``streams`` one timed round, ``rss`` the peak resident bytes of that process (VmHWM, its mapped files included).
 
     Example:
         >>> with Worker.ours() as worker:  # doctest: +SKIP
@@ -71,6 +90,27 @@ class Worker:
         """Run ``start`` as a prompt, untimed, then each of the tokens in a step of its own."""
         request = {"do": "decode", "start": list(start), "tokens": list(tokens), "operations": operations}
         return _sample(self._ask(request))
+
+    def streams(
+        self,
+        prompts: Sequence[Sequence[int]],
+        steps: int,
+        *,
+        answers: Sequence[Sequence[int]] | None = None,
+        check: bool = False,
+    ) -> StreamsSample:
+        """Run the prompts, untimed, then so many steps of one token of each.
+
+        Args:
+            prompts: token ids of every stream.
+            steps: timed steps.
+            answers: the tokens to run, as another engine chose them; None: the engine chooses, greedily.
+            check: also say how many of these tokens are the engine's own choice; its times then mean nothing.
+        """
+        request = {"do": "streams", "prompts": prompts, "steps": steps, "answers": answers, "check": check}
+        answer = self._ask(request)
+        fields = ("step_seconds", "answers", "density", "bytes_per_token", "agreement")
+        return StreamsSample(*(answer[name] for name in fields))
 
     def rss_bytes(self) -> int:
         """Peak resident bytes of the process so far."""

@@ -26,6 +26,13 @@ class Output(StrEnum):
 
 
 OutputOption = Annotated[Output, typer.Option("--output", "-o", help="Format of the rows on stdout.")]
+Against = Annotated[str | None, typer.Option("--against", help="Another engine on the same file: llama.cpp.")]
+PeerPython = Annotated[
+    str | None,
+    typer.Option(
+        "--peer-python", envvar="THINFER_PEER_PYTHON", help="A Python that has llama-cpp-python. [default: this one]"
+    ),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -45,17 +52,8 @@ def bench(
     rounds: Annotated[int, typer.Option("--repetitions", "-r", min=1, help="Timed rounds of each test.")] = 5,
     output: OutputOption = Output.md,
     per_op: Annotated[bool, typer.Option("--per-op", help="Add time, bytes and bandwidth by kind of node.")] = False,
-    against: Annotated[
-        str | None, typer.Option("--against", help="Another engine on the same file: llama.cpp.")
-    ] = None,
-    peer_python: Annotated[
-        str | None,
-        typer.Option(
-            "--peer-python",
-            envvar="THINFER_PEER_PYTHON",
-            help="A Python that has llama-cpp-python. [default: this one]",
-        ),
-    ] = None,
+    against: Against = None,
+    peer_python: PeerPython = None,
     engine: dict[str, Any],
     quiet: opt.Quiet = False,
 ) -> None:
@@ -70,10 +68,11 @@ def bench(
         raise UsageError("which model? thinfer bench -m MODEL")
     model = [opt.named(reference, "-m") for reference in model]
     from thinfer.bench.peers import open_peers
+    from thinfer.bench.report import as_md
     from thinfer.bench.throughput import Test, measure, open_contender
 
-    tests = [Test("pp", n) for n in _lengths(prompt_tokens, "-p")]
-    tests += [Test("tg", n) for n in _lengths(decode_tokens, "-n")]
+    tests = [Test("pp", n) for n in counts(prompt_tokens, "-p")]
+    tests += [Test("tg", n) for n in counts(decode_tokens, "-n")]
     if not tests:
         raise UsageError("nothing to time: -p and -n are both 0")
     with ExitStack() as open_workers:
@@ -89,24 +88,26 @@ def bench(
                 open_workers.callback(peer.worker.close)
         with opt.status() as progress:
             rows = measure(contenders, tests, rounds, operations=per_op, progress=progress)
-    _print(rows, output)
+    print_rows(rows, output, as_md)
 
 
-def _lengths(text: str, option: str) -> list[int]:
+def counts(text: str, option: str) -> list[int]:
+    """Numbers separated by commas, without the zeros; UsageError names the option."""
     try:
-        lengths = [int(part) for part in text.split(",")]
+        given = [int(part) for part in text.split(",")]
     except ValueError:
-        lengths = [-1]
-    if min(lengths) < 0:
-        raise UsageError(f"{option} {text}: numbers of tokens are wanted, separated by commas")
-    return [length for length in lengths if length]
+        given = [-1]
+    if min(given) < 0:
+        raise UsageError(f"{option} {text}: whole numbers are wanted, separated by commas")
+    return [number for number in given if number]
 
 
-def _print(rows: list[dict[str, Any]], output: Output) -> None:
+def print_rows(rows: list[dict[str, Any]], output: Output, as_md: Callable[[list[dict[str, Any]]], str]) -> None:
+    """Print rows in the chosen format; ``as_md`` makes the table."""
     from thinfer.bench import report
 
     writers: dict[Output, Callable[[list[dict[str, Any]]], str]] = {
-        Output.md: report.as_md,
+        Output.md: as_md,
         Output.json: report.as_json,
         Output.jsonl: report.as_jsonl,
         Output.csv: report.as_csv,
