@@ -31,9 +31,9 @@ class LiveFeed:
     """Frames of what an engine loop does; counters are read only while somebody looks.
 
     A frame sums up the steps of at least `frame_seconds`: `at` and `seconds` (its end since the feed began, its
-    length), `steps`, `rows` (tokens that went through the model), `tokens` (those that were generated), `density` (fraction of
-    the block linears' weights that were multiplied), `layers` (the same by layer), `kinds` (by kind of linear),
-    `bytes` (weights read) and `dense_bytes` (what the same passes read without thresholds).
+    length), `steps`, `rows` (tokens that went through the model), `tokens` (those that were generated),
+    `density` (fraction of the block linears' weights that were multiplied), `layers` (the same by layer),
+    `kinds` (by kind of linear), `bytes` (read) and `dense_bytes` (what these passes read without thresholds).
 
     Args:
         llm: the loop's model.
