@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from thinfer.evals.perplexity import divergence, log_softmax, perplexity
+from thinfer.core.distribution import divergence, log_softmax
+from thinfer.evals.perplexity import perplexity
 
 
 @dataclass

@@ -12,6 +12,7 @@ from thinfer.cli import (
     bench,
     bench_batch,
     calibrate,
+    contextual,
     demo,
     eval_tasks,
     evaluate,
@@ -99,6 +100,7 @@ app.add_typer(evaluate.app, name="eval")
 evaluate.app.command("tasks")(eval_tasks.tasks)
 app.command("calibrate")(calibrate.calibrate)
 app.command("profile")(profile.profile)
+app.command("contextual")(contextual.contextual)
 app.command("recover")(recover.recover)
 app.command("export")(export.export)
 app.add_typer(prune.app, name="prune")

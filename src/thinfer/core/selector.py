@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +12,17 @@ from numpy.typing import NDArray
 from thinfer.errors import ArtifactError
 
 _METHODS = ("teal", "wina")
+
+
+class ChannelMask(Protocol):
+    """Says which entries of a linear's input are needed, whatever decides it: thresholds, recorded sets, predictors."""
+
+    def keep(self, site: str, x: NDArray[np.float32], columns: Sequence[int] | None = None) -> NDArray[np.bool_] | None:
+        """Which entries of x [rows, channels] are kept at this site, as for `ThresholdSelector.keep`; None means all.
+
+        Sites come in the order of the graph.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from thinfer.core.graph import Graph, Node
-from thinfer.core.selector import ThresholdSelector
+from thinfer.core.selector import ChannelMask
 from thinfer.engine.batch import Batch
 from thinfer.engine.executor import Float32, LinearCount, Observe
 from thinfer.engine.kv_cache import KvLayout
@@ -33,7 +33,7 @@ class ReferenceExecutor:
         layout: KvLayout,
         *,
         graph: Graph | None = None,
-        selector: ThresholdSelector | None = None,
+        selector: ChannelMask | None = None,
     ) -> None:
         self._model = model
         self._layout = layout
@@ -75,8 +75,8 @@ class ReferenceExecutor:
                     buffers.pop(name, None)
         return {name: buffers[name] for name in outputs}
 
-    def set_selector(self, selector: ThresholdSelector | None) -> None:
-        """Use these thresholds for sparse rows from now on; None makes every row dense."""
+    def set_selector(self, selector: ChannelMask | None) -> None:
+        """Keep only what this says, in sparse rows, from now on; None makes every row dense."""
         self._selector = selector
 
     def counters(self) -> Mapping[str, LinearCount]:
