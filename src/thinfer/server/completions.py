@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from thinfer.core.sampling import SamplingParams
-from thinfer.server.failures import ApiError, json_response
+from thinfer.server.failures import json_response
 from thinfer.server.generate import Job, Output, answer, event_stream, head, timings
 from thinfer.server.logprobs import TextLogprobs
 from thinfer.server.loop import Prompt
@@ -30,17 +30,17 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     given = body.prompts()
     model.loop.check_room(len(given) * (body.n or 1))
     ids, params = await asyncio.to_thread(_prepare, model, body, given)
+    texts = _Texts(state, model, body, given, ids)
     prompts = [
         Prompt(each, settings, continues=isinstance(item, str) and item != "")
         for item, each in zip(given, ids, strict=True)
         for settings in params
     ]
     job = Job(state, model, prompts, choices=len(params), scores_only=body.max_tokens == 0)
-    texts = _Texts(state, model, body, job, given, ids)
     if body.stream:
         await job.admitted()
-        return event_stream(state, job, texts.events())
-    return json_response(await answer(request, state, job, texts.whole()))
+        return event_stream(state, job, texts.events(job))
+    return json_response(await answer(request, state, job, texts.whole(job)))
 
 
 def _prepare(
@@ -50,6 +50,8 @@ def _prepare(
     special = body.add_special_tokens is not False
     tokenizer = model.llm.tokenizer
     ids = [tokenizer.encode(item, add_special=special) if isinstance(item, str) else item for item in given]
+    for each in ids:
+        model.check_ids(each, "prompt")
     wanted = body.response_format.schema_wanted if body.response_format is not None else None
     allowed = model.grammars.json_schema(wanted, "response_format") if wanted is not None else None
     params = []
@@ -73,13 +75,11 @@ class _Texts:
         state: ServerState,
         model: ServedModel,
         body: CompletionRequest,
-        job: Job,
         given: list[str | list[int]],
         ids: list[list[int]],
     ) -> None:
         self._tokenizer = model.llm.tokenizer
         self._body = body
-        self._job = job
         self._name = state.name
         self._ids = [each for each in ids for _ in range(body.n or 1)]
         spelled = [item if isinstance(item, str) else self._tokenizer.decode(item) for item in given]
@@ -87,36 +87,34 @@ class _Texts:
         # Nothing of the one token that must be generated is shown where none was asked for.
         self._none = body.max_tokens == 0
         self._begun: dict[int, TextLogprobs] = {}
-        if body.echo and body.response_format is not None:
-            raise ApiError(400, "echo and response_format exclude each other", param="echo")
 
-    async def whole(self) -> dict[str, Any]:
-        await self._job.admitted()
-        outputs = await self._job.collect()
+    async def whole(self, job: Job) -> dict[str, Any]:
+        await job.admitted()
+        outputs = await job.collect()
         choices = [self._choice(index, output) for index, output in enumerate(outputs)]
-        result = head("text_completion", "cmpl", self._name) | {"choices": choices, "usage": self._job.usage()}
+        result = head("text_completion", "cmpl", self._name) | {"choices": choices, "usage": job.usage()}
         if len(outputs) == 1 and outputs[0].timings is not None:
             result["timings"] = timings(outputs[0].timings)
         return result
 
-    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, job: Job) -> AsyncGenerator[dict[str, Any], None]:
         start = head("text_completion", "cmpl", self._name)
         options = self._body.stream_options
         with_usage = options is not None and bool(options.include_usage)
         running = options is not None and bool(options.continuous_usage_stats)
-        async with aclosing(self._job.stream()) as pieces:
+        async with aclosing(job.stream()) as pieces:
             async for index, output in pieces:
                 choice = self._choice(index, output)
                 if not (choice["text"] or choice["logprobs"] or choice["finish_reason"]):
                     continue
                 shown = start | {"choices": [choice]}
                 if running:
-                    shown["usage"] = self._job.usage()
+                    shown["usage"] = job.usage()
                 if output.timings is not None and len(self._ids) == 1:
                     shown["timings"] = timings(output.timings)
                 yield shown
         if with_usage:
-            yield start | {"choices": [], "usage": self._job.usage()}
+            yield start | {"choices": [], "usage": job.usage()}
 
     def _choice(self, index: int, output: Output) -> dict[str, Any]:
         """A choice, or a piece of one; the first piece of a choice holds the echo."""

@@ -242,7 +242,7 @@ class ResponseFormat(_Strict):
 class ChatRequest(Sampling):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=10_000)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_tokens: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] | None = None
     logprobs: bool | None = None
@@ -291,6 +291,8 @@ class CompletionRequest(Sampling):
     def _agree(self) -> "CompletionRequest":
         if self.max_tokens == 0 and not self.echo:
             raise FieldError("max_tokens", "max_tokens: 0 makes sense with echo alone; ask for at least 1")
+        if self.echo and self.response_format is not None and self.response_format.type != "text":
+            raise FieldError("echo", "echo and response_format exclude each other")
         if not self.prompt and not isinstance(self.prompt, str):
             raise FieldError("prompt", "prompt: an empty list; give at least one prompt or token")
         return self

@@ -84,10 +84,7 @@ def _tokens(model: ServedModel, body: TokenizeRequest) -> dict[str, object]:
 async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of token ids, control tokens spelled out."""
     model = state_of(request).require_model(body.model)
-    vocab = model.llm.config.vocab_size
-    wrong = next((token for token in body.tokens if token >= vocab), None)
-    if wrong is not None:
-        raise ApiError(400, f"tokens: {wrong} is outside the vocabulary of {vocab}", param="tokens")
+    model.check_ids(body.tokens, "tokens")
     return json_response({"prompt": model.llm.tokenizer.decode(body.tokens, skip_special=False)})
 
 

@@ -1,6 +1,6 @@
 """What a running server holds: its settings, and its model once that is loaded."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -65,6 +65,17 @@ class ServedModel:
         """Most tokens of an answer to a prompt of so many."""
         layout = self.llm.engine.pool.layout
         return max(min(self.context, layout.num_blocks * layout.block_size) - prompt_tokens, 1)
+
+    def check_ids(self, ids: Iterable[int], param: str) -> None:
+        """Refuse token ids that the model does not have.
+
+        Raises:
+            ApiError: 400 that names the field and the id.
+        """
+        vocab = self.llm.config.vocab_size
+        wrong = next((token for token in ids if not 0 <= token < vocab), None)
+        if wrong is not None:
+            raise ApiError(400, f"{param}: token {wrong} is outside the vocabulary of {vocab}", param=param)
 
 
 @dataclass
