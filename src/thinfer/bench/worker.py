@@ -53,7 +53,8 @@ class Worker:
     """One engine in its own process, so that memory and threads of several engines stay apart.
 
     The process answers ``{"do": ...}`` lines: ``load`` (with the options) gives facts about the model, ``prefill``,
-    ``decode`` and ``streams`` one timed round, ``rss`` the peak resident bytes of that process (VmHWM, its mapped files included).
+    ``decode`` and ``streams`` one timed round, ``rss`` the peak resident bytes of that process (VmHWM, its mapped files
+    included).
 
     Example:
         >>> with Worker.ours() as worker:  # doctest: +SKIP
