@@ -223,3 +223,24 @@ def test_where_templates_come_from_in_folders(tmp_path: Path, tokenizer: Tokeniz
     (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("third")
     assert ChatTemplate.from_checkpoint(checkpoint, tokenizer).source == "file"
     assert ChatTemplate.from_checkpoint(checkpoint, tokenizer, name="rag").source == "third"
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA2])
+@pytest.mark.parametrize("said", ["Well, e", "ends <|im", "im_end", " spaced ", "</s> twice </s>", ""])
+def test_the_last_message_can_be_left_open(tokenizer: Tokenizer, source: str, said: str) -> None:
+    template = ChatTemplate(source, tokenizer)
+    messages = [{"role": "user", "content": "Well, e?"}, {"role": "assistant", "content": said}]
+    whole = "".join(template.render(messages, add_generation_prompt=False))
+    left = "".join(template.render(messages, add_generation_prompt=False, continue_final=True))
+    assert left.endswith(said.lstrip()), "templates trim what comes before"
+    assert whole.startswith(left.rstrip())
+    assert controls(tokenizer, template.encode(messages, False, continue_final=True)).count("<|im_end|>") == (
+        1 if source is CHATML else 0
+    ), "the user's turn is closed, the assistant's is not"
+
+
+def test_a_message_that_is_not_shown_cannot_be_left_open(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", tokenizer)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+    with pytest.raises(UsageError, match="cannot be continued"):
+        template.render(messages, add_generation_prompt=False, continue_final=True)
