@@ -41,6 +41,8 @@ def test_its_own_yaml_gives_the_recipe_again(tmp_path):
         ({"pattern": "2:4", "allocation": "owl"}, "leave --allocation out"),
         ({"sparsity": 0.2, "method": "flap", "refine": ["dsnot"]}, "--refine does not apply"),
         ({"sparsity": 1.0, "method": "shortgpt"}, "leaves no model"),
+        ({"sparsity": 0.0, "method": "flap"}, "cuts nothing"),
+        ({"sparsity": True}, "sparsity: true is no value"),
         ({"sparsity": 0.5, "set": {"owl.strength": 0.1}}, "owl is not part of this recipe"),
         ({"sparsity": 0.5, "samples": 0}, "samples must be at least 1"),
         ({"sparsity": 0.5, "dtype": "int8"}, "dtype 'int8'"),
@@ -59,6 +61,45 @@ def test_options_of_a_method_are_checked_for_name_and_type(options, message):
     recipe = make_recipe({"sparsity": 0.5, "method": "sparsegpt", "set": options})
     with pytest.raises(UsageError, match=message):
         recipe.make_method()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "option",
+    ["alps.damping", "ria.power", "sparseswaps.tolerance", "dsnot.threshold", "owl.outlier"],
+)
+def test_an_option_is_a_finite_number(option, value):
+    part = option.partition(".")[0]
+    given = {"method": part} if part in ("alps", "ria") else {"allocation": part} if part == "owl" else {"refine": part}
+    recipe = make_recipe({"sparsity": 0.5, "set": {option: value}, **given})
+    with pytest.raises(UsageError, match="not a finite number"):
+        recipe.make_method(), recipe.make_allocation(), recipe.make_refinements()
+
+
+def test_a_refinement_after_quantisation_is_refused_before_any_work():
+    recipe = make_recipe({"sparsity": 0.5, "method": "sparsegpt", "set": {"bits": 4}, "refine": ["sparseswaps"]})
+    with pytest.raises(UsageError, match="cannot follow quantisation"):
+        recipe.make_refinements()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sparsity: 0.5\nmethod: ria\nsparsity: 0.9\n", "line 3: sparsity stands twice"),
+        ("sparsity: 0.5\nset: {block: 64, block: 32}\n", "block stands twice"),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(tmp_path, text, message):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        make_recipe({}, file)
+
+
+def test_one_name_needs_no_list(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("sparsity: 0.5\nrefine: dsnot\n")
+    assert make_recipe({}, file).refine == ("dsnot",)
 
 
 @pytest.mark.parametrize("text", ["- a\n", "method: [", "version: 9\nsparsity: 0.5\n", "\xff"])

@@ -7,13 +7,18 @@ a YAML file is checked against them, and `recipe.yaml` of a result holds them al
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 
 from thinfer.core.pattern import SparsityPattern
 from thinfer.errors import UsageError
+
+if TYPE_CHECKING:
+    from yaml import Node
 
 VERSION = 1
 STRUCTURED = "structured"
@@ -113,6 +118,8 @@ class Recipe:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"{name} must be at least {least}, not {value}")
+        if self.seed >= 2**63:
+            raise UsageError(f"seed must be below 2**63, not {self.seed}")
         for name, allowed in (("dtype", ("auto", "float32", "bfloat16")), ("save_dtype", _SAVED)):
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name} {getattr(self, name)!r}: choose one of {', '.join(allowed)}")
@@ -148,6 +155,9 @@ class Recipe:
 
     def make_refinements(self) -> list[Any]:
         """The refinements with their options, in the order given."""
+        quantised = bool(self.refine) and getattr(self.make_method(), "bits", 0) > 0
+        if quantised:
+            raise UsageError("a refinement cannot follow quantisation: it changes weights; leave bits out, or --refine")
         return [_make(name, self._options(name), "refine") for name in self.refine]
 
     def to_dict(self) -> dict[str, Any]:
@@ -174,8 +184,9 @@ class Recipe:
         wrong = [flag for flag, is_given in given.items() if is_given]
         if wrong:
             raise UsageError(f"{self.method} removes whole structures; {', '.join(wrong)} does not apply to it")
-        if self.target_sparsity >= 1:
-            raise UsageError(f"{self.method} at sparsity 1 leaves no model; use less")
+        if not 0 < self.target_sparsity < 1:
+            what = "leaves no model; use less" if self.target_sparsity else "cuts nothing; use more"
+            raise UsageError(f"{self.method} at sparsity {self.target_sparsity:g} {what}")
 
     def _options(self, name: str) -> dict[str, Any]:
         """Options meant for a part: those with its name before the dot, and for the method those without a dot."""
@@ -215,6 +226,12 @@ def make_recipe(given: Mapping[str, Any], file: str | Path | None = None) -> Rec
 
     values = {**(_read(Path(file)) if file is not None else {}), **given}
     where = f"{file}: " if file is not None else ""
+    for name, hint in get_type_hints(Recipe).items():
+        value = values.get(name)
+        if isinstance(value, str) and hint == tuple[str, ...]:
+            values[name] = (value,)
+        if isinstance(value, bool) and bool not in (hint, *get_args(hint)):
+            raise UsageError(f"{where}{name}: {str(value).lower()} is no value for it")
     try:
         return TypeAdapter(Recipe).validate_python(values)
     except ValidationError as error:
@@ -228,11 +245,11 @@ def make_recipe(given: Mapping[str, Any], file: str | Path | None = None) -> Rec
 
 
 def parse_options(items: Iterable[str]) -> dict[str, Any]:
-    """Options from ``name=value`` texts; numbers, true, false and none are recognised.
+    """Options from ``name=value`` texts; numbers, true, false, none and lists of numbers are recognised.
 
     Example:
-        >>> parse_options(["block=64", "owl.strength=0.1", "symmetric=true", "scope=row"])
-        {'block': 64, 'owl.strength': 0.1, 'symmetric': True, 'scope': 'row'}
+        >>> parse_options(["block=64", "owl.strength=0.1", "symmetric=true", "sensitivity.probes=[0.3,0.5]"])
+        {'block': 64, 'owl.strength': 0.1, 'symmetric': True, 'sensitivity.probes': [0.3, 0.5]}
     """
     options = {}
     for item in items:
@@ -283,7 +300,9 @@ def _read(path: Path) -> dict[str, Any]:
     except ImportError as error:
         raise UsageError("recipes need PyYAML: pip install 'thinfer[prune]'") from error
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        _require_unique(yaml.compose(text, yaml.SafeLoader), path)
+        values = yaml.safe_load(text)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; check the path") from error
     except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -293,6 +312,21 @@ def _read(path: Path) -> dict[str, Any]:
     if values.pop("version", VERSION) != VERSION:
         raise UsageError(f"{path}: a recipe of another version; this thinfer reads version {VERSION}")
     return values
+
+
+def _require_unique(node: Node | None, path: Path) -> None:
+    """UsageError where a key stands twice: YAML would silently take the last."""
+    from yaml import MappingNode
+
+    if not isinstance(node, MappingNode):
+        return
+    seen = set[str]()
+    for key, value in node.value:
+        name = str(key.value)
+        if name in seen:
+            raise UsageError(f"{path}: line {key.start_mark.line + 1}: {name} stands twice; leave one of them out")
+        seen.add(name)
+        _require_unique(value, path)
 
 
 def _make(name: str, options: Mapping[str, Any], kind: str) -> Any:
@@ -309,6 +343,8 @@ def _make(name: str, options: Mapping[str, Any], kind: str) -> Any:
             typed[option] = TypeAdapter(types[option]).validate_python(value) if option in types else value
         except ValidationError as error:
             raise UsageError(f"{name}: option {option}={value}: {error.errors()[0]['msg']}") from error
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{name}: option {option}={value}: not a finite number")
     return base.make(name, typed, kind)
 
 
@@ -326,9 +362,10 @@ def _scalar(text: str) -> Any:
     words = {"true": True, "false": False, "none": None, "null": None}
     if text.lower() in words:
         return words[text.lower()]
-    for kind in (int, float):
+    readers: tuple[Callable[[str], Any], ...] = (json.loads,) if text.startswith("[") else (int, float)
+    for read in readers:
         try:
-            return kind(text)
+            return read(text)
         except ValueError:
             continue
     return text

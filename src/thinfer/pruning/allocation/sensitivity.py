@@ -53,7 +53,7 @@ class Sensitivity:
     Example: ``Sensitivity().rates(view, 0.5)`` is ``{"model.layers.0.self_attn.q_proj": 0.62, ...}``.
     """
 
-    probes: Sequence[float] = (0.3, 0.5, 0.7, 0.9)
+    probes: tuple[float, ...] = (0.3, 0.5, 0.7, 0.9)
     parts: int = 1
     scans: list[Scan] = field(default_factory=list, init=False, compare=False, repr=False)
 
