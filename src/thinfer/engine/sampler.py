@@ -23,7 +23,8 @@ from thinfer.core.sampling import SamplingParams
 from thinfer.errors import CheckFailed
 
 Float32 = NDArray[np.float32]
-_BLOCK = 128
+# Tokens whose weights are added up first to pick one, and tokens of which only the largest is looked at first.
+_BLOCK, _GROUP = 128, 16
 # Outside these the distribution no longer changes, and float32 would overflow or divide zero by zero.
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-20, 1e20
 
@@ -51,6 +52,8 @@ class Sampler:
         self._generated: dict[int, int] = {}
         self._seen = dict.fromkeys(prompt)
         self._count = 0
+        # Kept from token to token: fresh memory for a large vocabulary costs as much as the arithmetic.
+        self._scratch = np.empty(0, np.float32)
 
     def sample(self, logits: Float32) -> int:
         """The next token from logits float32 [vocab], which stay as they are.
@@ -111,7 +114,7 @@ class Sampler:
                 keep = weights >= params.min_p
                 ids, weights = ids[keep], weights[keep]
             return int(ids[_pick(weights, self._random.random())])
-        weights = _weights(scores, top, params.temperature)
+        weights = self._weights_of_all(scores, top)
         if params.min_p > 0:
             weights[weights < params.min_p] = 0
         return _pick(weights, self._random.random())
@@ -127,7 +130,7 @@ class Sampler:
             mass = weights.sum(dtype=np.float64)
         else:
             # Without top-k the nucleus is usually small: sort the largest few, more only while they fall short.
-            mass = _weights(scores, top, params.temperature).sum(dtype=np.float64)
+            mass = self._weights_of_all(scores, top).sum(dtype=np.float64)
             limit = 256
             while True:
                 ids = largest(scores, limit)
@@ -141,6 +144,12 @@ class Sampler:
         keep[0] = True
         return ids[keep], weights[keep]
 
+    def _weights_of_all(self, scores: Float32, top: np.float32) -> Float32:
+        """Weights of the whole vocabulary, valid until the next call."""
+        if len(self._scratch) != len(scores):
+            self._scratch = np.empty_like(scores)
+        return _weights(scores, top, self.params.temperature, self._scratch)
+
 
 def _forbid(scores: Float32, allowed: NDArray[np.bool_]) -> None:
     """Set what the mask does not allow to -inf; ids beyond the mask are not allowed."""
@@ -153,10 +162,11 @@ def _forbid(scores: Float32, allowed: NDArray[np.bool_]) -> None:
         raise CheckFailed("the constraint allows no token here; loosen the grammar or the schema")
 
 
-def _weights(scores: Float32, top: np.float32, temperature: float) -> Float32:
+def _weights(scores: Float32, top: np.float32, temperature: float, out: Float32 | None = None) -> Float32:
     """Probabilities relative to the largest one, which has weight 1."""
-    weights: Float32 = scores - top
-    weights /= np.float32(min(max(temperature, _LEAST_TEMPERATURE), _MOST_TEMPERATURE))
+    weights: Float32 = np.subtract(scores, top, out=out)
+    if temperature != 1:
+        weights /= np.float32(min(max(temperature, _LEAST_TEMPERATURE), _MOST_TEMPERATURE))
     np.exp(weights, out=weights)
     return weights
 
@@ -180,15 +190,21 @@ def _pick(weights: Float32, uniform: float) -> int:
 def largest(scores: Float32, count: int) -> NDArray[np.int64]:
     """Ids of the ``count`` largest scores and of ties with the last of them, largest first, equal ones by id.
 
-    The count-th largest of the maxima of blocks is a lower bound of the count-th largest score, so one pass leaves
-    few candidates: a large vocabulary takes a fraction of a full partition.
+    The count-th largest of the maxima of groups is a lower bound of the count-th largest score, so one pass leaves few
+    candidates: a large vocabulary takes a fraction of a full partition. Groups are columns, whose maxima are quick.
     """
-    blocks = len(scores) // _BLOCK
-    candidates: NDArray[np.int64] = np.arange(len(scores))
-    if count < blocks:
-        maxima = scores[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
-        bound = np.partition(maxima, blocks - count)[blocks - count]
-        candidates = np.flatnonzero(scores >= bound)
+    width = len(scores) // _GROUP
+    candidates: NDArray[np.int64]
+    if count < width:
+        whole = width * _GROUP
+        maxima = scores[:whole].reshape(_GROUP, width).max(axis=0)
+        bound = np.partition(maxima, width - count)[width - count]
+        columns = np.flatnonzero(maxima >= bound)
+        members = np.arange(0, whole, width)[:, None] + columns
+        candidates = np.concatenate([members.ravel(), np.arange(whole, len(scores))])
+        candidates = candidates[scores[candidates] >= bound]
+    else:
+        candidates = np.arange(len(scores))
     if count < len(candidates):
         values = scores[candidates]
         last = np.partition(values, len(values) - count)[len(values) - count]

@@ -126,21 +126,20 @@ class Scheduler:
             owners[id(request.sequence)] = request
         if not works:
             return chunks
-        logits: dict[int, NDArray[np.float32]] = {}
 
         def read(sequence: Sequence, start: int, rows: NDArray[np.float32]) -> None:
             request = owners[id(sequence)]
             if request.scores_prompt:
                 request.score_prompt(start, rows)
             if sequence.length == request.computed + bool(request.generated):
-                logits[id(sequence)] = rows[-1].copy()
+                # Here, while the logits are there: copies of a large vocabulary would take longer than the rest.
+                del owners[id(sequence)]
+                self._remember(request)
+                chunks.append((request, self._accept(request, rows[-1])))
 
         self._engine.step(works, on_logits=read)
-        for key, request in owners.items():
-            if self._engine.options.prefix_cache:
-                self._engine.pool.remember(request.sequence)
-            if key in logits:
-                chunks.append((request, self._accept(request, logits[key])))
+        for request in owners.values():
+            self._remember(request)
         return chunks
 
     def cancel(self, request: Request) -> StreamChunk:
@@ -207,6 +206,10 @@ class Scheduler:
             modes = engine.modes(self._prompt_sparse, 0, last) + engine.modes(True, last, len(ids))
             request.prefix = Prefix.of(pool.root, ids, modes, pool.layout.block_size)
         return pool.adopt(request.sequence, request.prefix)
+
+    def _remember(self, request: Request) -> None:
+        if self._engine.options.prefix_cache:
+            self._engine.pool.remember(request.sequence)
 
     @property
     def _prompt_sparse(self) -> bool:
