@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from activation.relu_llama import write_relu
 from thinfer.activation.profile import head_grams, head_norms, profile
 from thinfer.activation.profile_plot import plot_profile
 from thinfer.activation.scores import block_sites
@@ -19,14 +20,6 @@ from tiny_llama import FFN, HEADS, LAYERS, write_tiny_llama
 
 TEXT = "The prince came into the room, and all the ladies looked at him with a smile; he bowed. " * 30
 SMALL = {"executor": "reference", "tokens": 256, "seq_len": 64}
-
-
-def write_relu(folder, seed=0):
-    """The tiny model with a ReLU instead of its SiLU."""
-    write_tiny_llama(folder, seed)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from thinfer.cli import (
     evaluate,
     export,
     info,
+    predict,
     profile,
     prune,
     recover,
@@ -103,6 +104,7 @@ evaluate.app.command("tasks")(eval_tasks.tasks)
 app.command("calibrate")(calibrate.calibrate)
 app.command("profile")(profile.profile)
 app.command("contextual")(contextual.contextual)
+app.add_typer(predict.app, name="predict")
 app.command("recover")(recover.recover)
 app.command("export")(export.export)
 app.add_typer(prune.app, name="prune")
