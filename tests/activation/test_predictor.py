@@ -48,7 +48,7 @@ def test_predictors_of_low_rank_gates_count(model, trained):
 
 def test_recall_and_density_are_those_of_the_stored_predictor(model, trained):
     """On other text of the kind it was trained on, run here token by token from what the model reads and makes."""
-    out, report = trained
+    out, _ = trained
     with LLM(model, executor="reference", sparsity=False) as llm:
         predictors = load_predictors(out, llm.engine.model.checkpoint.fingerprint())
         seen = {}

@@ -126,7 +126,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Data:
-    """Tokens to learn from, and others that decide epoch, threshold and size; x [tokens, inputs], y [tokens, outputs]."""
+    """Tokens to learn from, and others that decide epoch, threshold, size; x [tokens, inputs], y [tokens, outputs]."""
 
     x: Float32
     y: Bool
