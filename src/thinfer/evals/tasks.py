@@ -132,7 +132,7 @@ def score_tasks(
     started = time.perf_counter()
     results = evaluate(
         adapter,
-        {task.name: _harness_task(task) for task in tasks},
+        {task.name: harness_task(task) for task in tasks},
         limit=limit,
         # Standard errors of means are exact; only a bootstrap would use this number, and none is asked for.
         bootstrap_iters=1,
@@ -143,8 +143,8 @@ def score_tasks(
     return TaskScores(scores, limit, llm.tokenizer.adds_bos, adapter.truncated, round(seconds, 2), harness)
 
 
-def _harness_task(task: LocalTask) -> Any:
-    """The task as lm-eval runs it."""
+def harness_task(task: LocalTask) -> Any:
+    """The task as lm-eval runs it, on a model of ours or on any other that lm-eval knows."""
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
