@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from thinfer import LLM
-from thinfer.errors import UsageError
+from thinfer.errors import CheckFailed, UsageError
 from thinfer.evals import tasks as tasks_module
 from thinfer.evals.local_tasks import KNOWN, load_tasks
 from thinfer.evals.tasks import score_tasks
@@ -140,7 +142,9 @@ def reference_scores(llm: LLM, pairs: list[tuple[str, str]]) -> list[tuple[float
     return scores
 
 
-def test_metrics_follow_from_the_log_likelihoods(data: Path, tiny_folder: Path) -> None:
+def test_metrics_follow_from_the_log_likelihoods(
+    data: Path, tiny_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     loaded = load_tasks(["piqa", "winogrande", str(data / "deep" / "words.jsonl")], data)
     with LLM(tiny_folder, threads=1, activations="f32", kv_type="f32") as llm:
         result = score_tasks(llm, loaded).to_dict()
@@ -169,6 +173,17 @@ def test_metrics_follow_from_the_log_likelihoods(data: Path, tiny_folder: Path) 
     assert (limited["results"]["piqa"]["scored"], limited["results"]["piqa"]["documents"]) == (3, 5)
     assert limited["results"]["piqa"]["acc"] == pytest.approx(np.mean(right[:3]))
     assert result["bos"] is True
+    assert "it/s" not in capfd.readouterr().err
+
+
+def test_a_model_that_predicts_nan_has_no_accuracy(data: Path, tiny_folder: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny_folder, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"][:] = np.nan
+    save_file(weights, broken / "model.safetensors")
+    with LLM(broken, threads=1) as llm, pytest.raises(CheckFailed, match="predicts NaN"):
+        score_tasks(llm, load_tasks(["piqa"], data))
 
 
 def test_command(data: Path, tiny_folder: Path) -> None:

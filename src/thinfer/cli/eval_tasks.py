@@ -53,11 +53,10 @@ def tasks(
 
     require_harness()
     wanted = load_tasks([name.strip() for name in (names or "").split(",") if name.strip()], data)
-    # lm-eval's own bars would mix with ours, and its libraries would ask the network for what is all here.
-    os.environ.setdefault("TQDM_DISABLE", "1")
     from thinfer import LLM
 
     with LLM(reference, **engine) as llm:
+        # Else lm-eval's libraries would ask the network for what is all here.
         os.environ["HF_DATASETS_OFFLINE"] = os.environ["HF_HUB_OFFLINE"] = "1"
         if not quiet:
             opt.say(llm.describe())

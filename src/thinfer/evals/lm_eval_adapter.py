@@ -13,7 +13,7 @@ from lm_eval.api.model import TemplateLM
 from numpy.typing import NDArray
 
 from thinfer.engine.runtime import Work
-from thinfer.errors import ResourceError, UnsupportedError
+from thinfer.errors import CheckFailed, ResourceError, UnsupportedError
 
 if TYPE_CHECKING:
     from thinfer.engine.kv_cache import Sequence as KvSequence
@@ -193,6 +193,8 @@ class EngineLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             tokens = requests[id(sequence)].tokens
             targets = np.asarray(tokens[position + 1 : position + 1 + len(logits)])
             scores, best = token_scores(logits, targets)
+            if np.isnan(scores).any():
+                raise CheckFailed("the model predicts NaN; its weights are broken: fetch or prune it again")
             sums[id(sequence)] += float(scores.sum())
             greedy[id(sequence)] &= bool(best.all())
 

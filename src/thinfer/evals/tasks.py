@@ -2,8 +2,10 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -116,6 +118,7 @@ def score_tasks(
 
     Raises:
         UsageError: lm-eval is not installed, or there are no tasks.
+        CheckFailed: the model predicts NaN.
 
     Example:
         >>> score_tasks(LLM("model.gguf"), load_tasks(["copa"], Path("zeroshot"))).mean_acc  # doctest: +SKIP
@@ -130,17 +133,31 @@ def score_tasks(
 
     adapter = EngineLM(llm, decode=decode, progress=progress)
     started = time.perf_counter()
-    results = evaluate(
-        adapter,
-        {task.name: harness_task(task) for task in tasks},
-        limit=limit,
-        # Standard errors of means are exact; only a bootstrap would use this number, and none is asked for.
-        bootstrap_iters=1,
-        log_samples=False,
-    )
+    with _without_bars():
+        results = evaluate(
+            adapter,
+            {task.name: harness_task(task) for task in tasks},
+            limit=limit,
+            # Standard errors of means are exact; only a bootstrap would use this number, and none is asked for.
+            bootstrap_iters=1,
+            log_samples=False,
+        )
     seconds = time.perf_counter() - started
     scores = tuple(_score(task, results["results"][task.name], limit) for task in tasks)
     return TaskScores(scores, limit, llm.tokenizer.adds_bos, adapter.truncated, round(seconds, 2), harness)
+
+
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Within, lm-eval shows no bar while it makes its requests: `progress` is told, and pipes get no bars."""
+    from lm_eval.api import task as harness
+
+    own = harness.tqdm
+    harness.tqdm = partial(own, disable=True)
+    try:
+        yield
+    finally:
+        harness.tqdm = own
 
 
 def harness_task(task: LocalTask) -> Any:
