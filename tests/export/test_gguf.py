@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from models.tiny import GGUF_VARIANTS, variants
 from models.tiny_hf import hf_logits, make_model
 from text.conftest import TEXTS, sentencepiece_keys, train_byte_level, train_sentencepiece, write_gguf
-from thinfer.errors import CheckpointError, UnsupportedError, UsageError
+from thinfer.errors import CheckpointError, ResourceError, UnsupportedError, UsageError
 from thinfer.export.gguf import export_gguf
 from thinfer.formats.checkpoint import open_checkpoint
 from thinfer.models.loader import load_model
@@ -262,7 +262,7 @@ def test_a_failure_leaves_the_old_file(folder: Path, tmp_path: Path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(ResourceError, match=r"m\.gguf: cannot be written \(No space left on device\)"):
         export_gguf(folder, out)
     assert out.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["m.gguf"]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinfer.core.config import ModelConfig
-from thinfer.errors import UnsupportedError, UsageError
+from thinfer.errors import ResourceError, UnsupportedError, UsageError
 from thinfer.export.encode import TYPES, Encoded, encode_rows, row_bytes
 from thinfer.export.gguf_keys import ROPE_FACTORS, architecture_keys, reader_notes, require_uniform, rope_factors
 from thinfer.export.gguf_vocab import compare, tokenizer_keys
@@ -95,6 +95,7 @@ def export_gguf(
         UsageError: Not a .gguf name, an unknown type, or ``out`` is a folder or has no folder to lie in.
         UnsupportedError: Something that GGUF or its readers cannot express.
         CheckpointError: The model is broken.
+        ResourceError: The disk is full.
 
     Example:
         >>> export_gguf("pruned", Path("pruned.gguf"), "q8_0").zeros_lost  # doctest: +SKIP
@@ -146,6 +147,11 @@ def _appears_whole(out: Path) -> Iterator[Path]:
     try:
         yield part
         os.replace(part, out)
+    except OSError as error:
+        reason = error.strerror or " ".join(str(error).split())
+        raise ResourceError(
+            f"{out}: cannot be written ({reason}); free some space or choose another -o, and run again"
+        ) from error
     finally:
         part.unlink(missing_ok=True)
 
