@@ -92,6 +92,7 @@ def test_a_recipe_file_and_flags(folder, tmp_path):
         (2, ("MODEL", "-o", "x", "--sparsity", "0.5", "--set", "block"), "write option=value"),
         (2, ("MODEL", "-o", "x", "--sparsity", "0.5", "--set", "blok=1"), "no option blok"),
         (2, ("MODEL", "-o", "x", "--sparsity", "0.5", "--device", "tpu9"), "write cpu, cuda"),
+        (2, ("MODEL", "--dry-run", "--sparsity", "0.5", "--device", "tpu9"), "write cpu, cuda"),
         (2, ("MODEL", "more", "-o", "x", "--sparsity", "0.5"), "unexpected argument 'more'"),
         (2, ("MODEL", "-o", "MODEL", "--sparsity", "0.5"), "exists already"),
         (4, ("no/such/model/at/all", "-o", "x", "--sparsity", "0.5"), "no such file"),
@@ -103,6 +104,13 @@ def test_mistakes_are_one_line_and_a_code(folder, tmp_path, monkeypatch, code, a
     assert message in stderr
     assert len(stderr.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_may_be_named_as_the_hidden_verb(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").symlink_to(folder)
+    result = invoke("model", "-o", "out", "--sparsity", "0.5", "--method", "magnitude", "--no-evaluate", "-q")
+    assert result.exit_code == 0, result.stderr
 
 
 def test_dry_run_writes_nothing(folder, tmp_path):

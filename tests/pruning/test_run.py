@@ -5,14 +5,17 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from formats.test_compressed_tensors import BITMASK, write
 from pruning.tiny_decoders import tiny_model
 from thinfer.calibration.text import cut_windows
 from thinfer.data import evaluation_text
-from thinfer.errors import ArtifactError, UsageError
+from thinfer.errors import ArtifactError, ResourceError, UsageError
 from thinfer.formats.checkpoint import open_checkpoint
+from thinfer.pruning import checkpoint
+from thinfer.pruning import run as module
 from thinfer.pruning.checkpoint import load_torch, save_folder
 from thinfer.pruning.estimate import estimate
 from thinfer.pruning.quality import torch_perplexity
@@ -142,6 +145,39 @@ def test_targets_that_match_nothing_fail_before_any_work(folder, tmp_path):
     with pytest.raises(UsageError, match="matches no matrix"):
         prune(recipe_of(folder, sparsity=0.5, target=["layers\\d*$"]), tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("run", [prune, lambda recipe, out: estimate(recipe)])
+def test_a_pattern_that_does_not_fit_fails_before_any_work(folder, tmp_path, monkeypatch, run):
+    monkeypatch.setattr(module, "torch_perplexity", None)
+    with pytest.raises(UsageError, match=r"no multiple of 7; choose a pattern other than 3:7"):
+        run(recipe_of(folder, pattern="3:7"), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_names_the_matrix_and_leaves_nothing_where_no_block_is_finished(folder, tmp_path):
+    given = {"method": "sparsegpt", "set": {"bits": 4, "group": 7}, "evaluate": False}
+    with pytest.raises(UsageError, match=r"^model\.layers\.0\.self_attn\.q_proj: group 7"):
+        prune(recipe_of(folder, sparsity=0.5, **given), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_keeps_the_blocks_and_the_same_run_ends_later(folder, tmp_path, monkeypatch):
+    recipe = recipe_of(folder, sparsity=0.5, method="magnitude", evaluate=False)
+    abandoned = tmp_path / ".out.saving-killed"
+    abandoned.mkdir()
+
+    def full(model, place):
+        (place / "model.safetensors").touch()
+        raise SafetensorError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "_save_model", full)
+        with pytest.raises(ResourceError, match="out: cannot be written"):
+            prune(recipe, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    assert prune(recipe, tmp_path / "out")["resumed_blocks"] == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_sparsity_0_changes_nothing(folder, tmp_path):

@@ -133,7 +133,7 @@ def cut_windows(ids: Sequence[int], ctx: int, windows: int | None, stride: int =
     if not starts or (windows is not None and len(starts) < windows):
         raise UsageError(
             f"the text has {len(ids)} tokens: {len(starts)} windows of {ctx} at stride {stride}, "
-            f"{windows or 1} wanted; lower --ctx, --windows or --stride, or give a longer text"
+            f"{windows or 1} wanted; take shorter or fewer windows or a smaller stride, or give a longer text"
         )
     return [list(ids[start : start + ctx]) for start in starts[:windows]]
 

@@ -27,7 +27,8 @@ class PruneGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The verb that the first word names; anything else, a model or an option, goes to pruning itself."""
-        if args and args[0] in self.commands:
+        # The hidden verb is named by nobody: a folder may have that name.
+        if args and args[0] in self.commands and args[0] != _PRUNE:
             return super().resolve_command(ctx, args)
         return "", self.commands[_PRUNE], args
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -14,9 +15,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinfer.errors import CheckFailed, CheckpointError, UnsupportedError, UsageError
+from thinfer.errors import CheckFailed, CheckpointError, ThinferError, UnsupportedError, UsageError
 from thinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from thinfer.formats.compressed_tensors import CompressedCheckpoint
+from thinfer.pruning.writing import writing
 from thinfer.text.chat import stored_templates
 from thinfer.text.gguf_tokenizer import build_tokenizer
 from thinfer.text.tokenizer import Tokenizer
@@ -90,6 +92,20 @@ def require_torch() -> None:
         raise UsageError("pruning needs PyTorch and transformers: pip install 'thinfer[prune]'")
 
 
+def require_device(device: str) -> None:
+    """Raise UsageError unless PyTorch can run on the device: cpu, cuda or cuda:N."""
+    import torch
+
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        found = None
+    if found is None or found.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {device!r}: write cpu, cuda or cuda:1")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"device {device}: PyTorch finds no such CUDA device here; use --device cpu")
+
+
 def load_torch(ref: str | Path, *, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
     """Load a model into transformers, on the CPU; blocks go to another device one at a time.
 
@@ -152,31 +168,23 @@ def save_folder(
 
     Raises:
         UsageError: the folder exists, or cannot be made.
+        ResourceError: the disk is full.
 
     Example:
         >>> save_folder(loaded.model, "pruned", source=loaded.checkpoint)  # doctest: +SKIP
     """
     target = require_new_folder(out)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    try:
-        with _quiet_transformers(), _stored_as(model, dtype):
-            _save_model(model, partial)
-        if source is not None:
-            carry_tokenizer(source, partial)
-        for name, text in (files or {}).items():
-            (partial / name).write_bytes(text.encode() if isinstance(text, str) else text)
-        umask = os.umask(0)
-        os.umask(umask)
-        # A temporary folder and the files of safetensors are private; the result is as readable as any other.
-        for path in (partial, *partial.rglob("*")):
-            path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
-            if path.is_file():
-                _flush(path)
-        os.replace(partial, target)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for abandoned in target.parent.glob(f".{glob.escape(target.name)}.saving-*"):
+            shutil.rmtree(abandoned, ignore_errors=True)  # of a run that was killed
+        partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.saving-"))
+        try:
+            _fill(partial, model, source, files or {}, dtype)
+            os.replace(partial, target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 def round_weights(model: PreTrainedModel, dtype: str) -> None:
@@ -344,6 +352,28 @@ def _from_pretrained(checkpoint: Checkpoint, path: str | None, **options: Any) -
     return loaded
 
 
+def _fill(
+    folder: Path,
+    model: PreTrainedModel,
+    source: Checkpoint | None,
+    files: Mapping[str, str | bytes],
+    dtype: str | None,
+) -> None:
+    with _quiet_transformers(), _stored_as(model, dtype):
+        _save_model(model, folder)
+    if source is not None:
+        carry_tokenizer(source, folder)
+    for name, text in files.items():
+        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    umask = os.umask(0)
+    os.umask(umask)
+    # A temporary folder and the files of safetensors are private; the result is as readable as any other.
+    for path in (folder, *folder.rglob("*")):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
+        if path.is_file():
+            _flush(path)
+
+
 def _save_model(model: PreTrainedModel, folder: Path) -> None:
     import transformers
 
@@ -411,19 +441,24 @@ def _loading(where: Path) -> Iterator[None]:
     """What transformers raises while it loads, as our errors."""
     try:
         yield
+    except ThinferError:
+        raise
     except (ValueError, KeyError, NotImplementedError) as error:
         raise UnsupportedError(
-            f"{where}: transformers cannot load it as a decoder ({_first_line(error)}); code that "
+            f"{where}: transformers cannot load it as a decoder ({_one_line(error)}); code that "
             "comes with a model is never run"
         ) from error
-    except (OSError, RuntimeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:
+        # What a broken configuration or file makes of transformers' own code has no common class.
         raise CheckpointError(
-            f"{where}: transformers cannot load it ({_first_line(error)}); fetch the model again"
+            f"{where}: transformers cannot load it ({_one_line(error)}); fetch the model again"
         ) from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 @contextlib.contextmanager

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from thinfer.errors import CheckFailed
 from thinfer.pruning.blocks import Stack, find_stack
-from thinfer.pruning.checkpoint import LoadedModel, load_skeleton
+from thinfer.pruning.checkpoint import LoadedModel, load_skeleton, require_device
 from thinfer.pruning.phases import Phases
-from thinfer.pruning.pipeline import batches_of, prune_model
+from thinfer.pruning.pipeline import batches_of, check_rates, prune_model
 from thinfer.pruning.recipe import Recipe, select_matrices
 from thinfer.pruning.run import EVALUATION_WINDOWS, calibration_windows, positions
 
@@ -65,11 +65,13 @@ def estimate(recipe: Recipe, *, progress: Callable[[str], None] = lambda _: None
         >>> estimate(Recipe(model="model.gguf", sparsity=0.5))["seconds"]["total"]  # doctest: +SKIP
         95.0
     """
+    require_device(recipe.device)
     progress("reading the configuration")
     loaded = load_skeleton(str(recipe.model), dtype=recipe.dtype, device=recipe.device)
     model = loaded.model
     stack = find_stack(model)
     names = select_matrices(stack.matrices, recipe.target, recipe.ignore)
+    check_rates(stack, dict.fromkeys(names, recipe.target_sparsity), recipe.sparsity_pattern)
     block_weights = sum(matrix.size for matrix in stack.matrices.values())
     pruned_weights = sum(stack.matrices[name].size for name in names)
     tokens, windows = _calibration_tokens(recipe, loaded)

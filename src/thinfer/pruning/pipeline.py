@@ -69,11 +69,15 @@ class MatrixPruner:
 
         Raises:
             CheckFailed: the result has a NaN or an infinite number, or the wrong number of zeros.
+            UsageError: options do not fit the matrix.
         """
         target = Target(rate, self.pattern)
-        pruned = self.method.prune(weight, inputs, target)
-        for refinement in self.refinements:
-            pruned = refinement.refine(weight, pruned, inputs, target)
+        try:
+            pruned = self.method.prune(weight, inputs, target)
+            for refinement in self.refinements:
+                pruned = refinement.refine(weight, pruned, inputs, target)
+        except (CheckFailed, UsageError) as error:
+            raise type(error)(f"{name}: {error}") from error
         # The sum is NaN or infinite where a weight is, and several times quicker than a look at each.
         if not torch.isfinite(pruned.weight.sum()):
             raise CheckFailed(
@@ -133,7 +137,7 @@ def prune_model(
         >>> prune_model(model, windows, rates, method=make("wanda")).matrices  # doctest: +SKIP
     """
     stack = find_stack(model)
-    _check_rates(stack, rates, pattern)
+    check_rates(stack, rates, pattern)
     ids = None if windows is None else torch.as_tensor(windows, dtype=torch.long)
     if ids is not None and (ids.ndim != 2 or not ids.numel()):
         ids = None
@@ -372,7 +376,8 @@ def _layer_error(weight: Tensor, result: Tensor, inputs: InputStatistics) -> dic
     return {name: max(lost, 0.0) / whole} if whole > 0 else {}
 
 
-def _check_rates(stack: Stack, rates: Mapping[str, float], pattern: SparsityPattern) -> None:
+def check_rates(stack: Stack, rates: Mapping[str, float], pattern: SparsityPattern) -> None:
+    """UsageError for a matrix that is not there, a sparsity out of range, or a pattern that does not fit."""
     matrices = stack.matrices
     for name, rate in rates.items():
         if name not in matrices:

@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from thinfer.errors import ArtifactError, ResourceError, UsageError
+from thinfer.errors import ArtifactError, UsageError
+from thinfer.pruning.writing import writing
 
 
 def run_key(model: nn.Module, windows: Tensor | None, recipe: Mapping[str, Any]) -> str:
@@ -65,13 +66,14 @@ class BlockStore:
         temporary = path.with_suffix(".tmp")
         facts = {"key": self._key, "notes": json.dumps(notes)}
         try:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, temporary, metadata=facts)
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-            temporary.rename(path)
-        except (OSError, SafetensorError) as error:
+            with writing(path):
+                copies = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+                save_file(copies, temporary, metadata=facts)
+                with temporary.open("rb") as file:
+                    os.fsync(file.fileno())
+                temporary.rename(path)
+        finally:
             temporary.unlink(missing_ok=True)
-            raise ResourceError(f"{path}: cannot be written ({error}); free some space and run again") from error
 
     def _facts(self, path: Path) -> dict[str, str]:
         """What a file says of itself; refuses one of another run."""

@@ -15,16 +15,24 @@ import torch
 from torch import Tensor, nn
 
 from thinfer.calibration.text import TokenWindows, cut_windows, read_documents, read_text, token_windows
-from thinfer.errors import CheckFailed, ResourceError, UsageError
+from thinfer.errors import CheckFailed, ResourceError, ThinferError, UsageError
 from thinfer.pruning.blocks import Stack, find_stack
-from thinfer.pruning.checkpoint import LoadedModel, load_torch, require_new_folder, round_weights, save_folder
+from thinfer.pruning.checkpoint import (
+    LoadedModel,
+    load_torch,
+    require_device,
+    require_new_folder,
+    round_weights,
+    save_folder,
+)
 from thinfer.pruning.phases import Phases
-from thinfer.pruning.pipeline import prune_model
+from thinfer.pruning.pipeline import check_rates, prune_model
 from thinfer.pruning.quality import Quality, torch_perplexity
 from thinfer.pruning.recipe import DEFAULT_SAMPLES, Recipe, select_matrices
 from thinfer.pruning.report import model_card, new_report, quality_notes, sensitivity_plot, speed_facts
 from thinfer.pruning.verify import REPORT_FILE
 from thinfer.pruning.view import DenseView
+from thinfer.pruning.writing import exclusive, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,6 +43,7 @@ Progress = Callable[[int, int, str], None]
 RECIPE_FILE = "recipe.yaml"
 SENSITIVITY_FILE = "sensitivity.svg"
 EVALUATION_WINDOWS = 10
+_BLOCKS = "blocks"
 
 
 def prune(recipe: Recipe, out: str | Path, *, progress: Progress = lambda done, total, what: None) -> dict[str, Any]:
@@ -51,9 +60,11 @@ def prune(recipe: Recipe, out: str | Path, *, progress: Progress = lambda done, 
         The report, as it stands in report.json.
 
     Raises:
-        UsageError: no model, a folder that exists, a text too short, targets that match nothing.
+        UsageError: no model, a folder that exists, a text too short, targets that match nothing, another run that
+            writes the same folder.
         CheckFailed: weights, inputs or predictions that are not finite.
         ArtifactError: ``OUT.partial`` holds blocks of another recipe, model or text.
+        ResourceError: the disk is full.
 
     Example:
         >>> prune(Recipe(model="model.gguf", sparsity=0.5), "pruned")["sparsity"]  # doctest: +SKIP
@@ -62,9 +73,15 @@ def prune(recipe: Recipe, out: str | Path, *, progress: Progress = lambda done, 
     if recipe.model is None:
         raise UsageError("which model? name a folder, a .gguf file or a hub id")
     target = require_new_folder(out)
-    _require_device(recipe.device)
-    run = _Run(recipe, recipe.model, target, progress)
-    return run.finish()
+    require_device(recipe.device)
+    partial = partial_folder(out)
+    with exclusive(partial):
+        try:
+            return _Run(recipe, recipe.model, target, progress).finish()
+        except ThinferError:
+            if not any(partial.glob(f"{_BLOCKS}/*.safetensors")):
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 def partial_folder(out: str | Path) -> Path:
@@ -134,6 +151,7 @@ class _Run:
         # What is wrong with names or texts shows before any long work.
         stack = find_stack(model)
         names = select_matrices(stack.matrices, recipe.target, recipe.ignore)
+        check_rates(stack, dict.fromkeys(names, recipe.target_sparsity), recipe.sparsity_pattern)
         windows = self._windows()
         evaluation = self._evaluation()
         before = self._measured("before", evaluation) if evaluation is not None else None
@@ -245,7 +263,7 @@ class _Run:
             spread["rates"],
             **parts,
             true_sequential=recipe.true_sequential,
-            workdir=self._partial / "blocks",
+            workdir=self._partial / _BLOCKS,
             progress=self._tell,
         )
         report["matrices"] = result.matrices
@@ -323,22 +341,11 @@ class _Run:
                 found: dict[str, Any] = kept["value"]
                 return found
         value = compute()
-        self._partial.mkdir(parents=True, exist_ok=True)
         half = file.with_suffix(".tmp")
-        half.write_text(json.dumps({"key": digest, "value": value}), encoding="utf-8")
-        os.replace(half, file)
+        with writing(file):
+            half.write_text(json.dumps({"key": digest, "value": value}), encoding="utf-8")
+            os.replace(half, file)
         return value
-
-
-def _require_device(device: str) -> None:
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        kind = "unknown"
-    if kind not in ("cpu", "cuda"):
-        raise UsageError(f"device {device!r}: write cpu, cuda or cuda:1")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device cuda: PyTorch finds no CUDA device here; use --device cpu")
 
 
 def _move(model: nn.Module, device: str) -> None:

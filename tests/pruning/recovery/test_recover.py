@@ -13,12 +13,17 @@ from typer.testing import CliRunner
 from thinfer.cli.main import app
 from thinfer.errors import CheckFailed, UsageError
 from thinfer.pruning.checkpoint import load_torch, save_folder
+from thinfer.pruning.recipe import make_recipe
 from thinfer.pruning.recovery import recover as module
 from thinfer.pruning.recovery.recover import Evaluation, RecoverOptions, count_zeros, recover
+from thinfer.pruning.recovery.state import STATE_NAME
+from thinfer.pruning.run import prune
+from thinfer.pruning.verify import verify
 from tiny_llama import write_tiny_llama
 
 SMALL = {"seqlen": 32, "batch": 2, "tokens": 20 * 64, "lr": 5e-3}
 EVALUATION = Evaluation(ctx=32, windows=8)
+QUICK = {"method": "magnitude", "evaluate": False}
 FILES = {"recipe.yaml": "method: magnitude\n", "report.json": '{"method": "magnitude"}'}
 FLAGS = ["--seqlen", "32", "--batch", "2", "--tokens", "640", "--lr", "5e-3", "--eval-ctx", "32", "--eval-windows", "4"]
 
@@ -85,7 +90,7 @@ def test_an_interrupted_run_resumes_to_the_same_bits(pruned, tmp_path):
         recover(pruned, tmp_path / "parts", options, evaluation=EVALUATION, progress=interrupt)
     assert not (tmp_path / "parts").exists()
     assert (tmp_path / ".parts.training").is_dir()
-    with pytest.raises(UsageError, match="unfinished run; resume it"):
+    with pytest.raises(UsageError, match="has an unfinished run; --resume continues it"):
         recover(pruned, tmp_path / "parts", options, evaluation=EVALUATION)
     other = RecoverOptions(method="masklora", **SMALL | {"lr": 1e-3})
     with pytest.raises(UsageError, match="other options, text or weights"):
@@ -143,9 +148,15 @@ def test_the_verb(pruned, tmp_path):
         (["-o", "X", "--loss", "distill"], "--loss distill --teacher MODEL"),
         (["-o", "X", "--teacher", "Y"], "--loss distill --teacher MODEL"),
         (["-o", "X", "--batch", "4", "--micro-batch", "3"], "must be a multiple of micro-batch 3"),
-        (["-o", "X", "--device", "nowhere"], "use cpu, or cuda on a GPU"),
+        (["-o", "X", "--device", "nowhere"], "write cpu, cuda or cuda:1"),
         (["-o", "X", "--lr", "-1"], "learning rate -1: must be above 0"),
+        (["-o", "X", "--device", "meta"], "write cpu, cuda or cuda:1"),
         (["-o", "X", "--warmup", "2"], "a fraction of the steps"),
+        (["-o", "X", "--weight-decay", "nan"], "must be numbers from 0"),
+        (["-o", "X", "--alpha", "nan"], "alpha nan must be a number above 0"),
+        (["-o", "X", "--seed", str(2**63)], "seed 9223372036854775808: from 0"),
+        (["-o", "X", "--loss", "distill", "--teacher", "Y", "--kl-weight", "nan"], "must be numbers from 0"),
+        (["-o", "X", "--loss", "distill", "--teacher", "Y", "--kl-weight", "0", "--hidden-weight", "0"], "all weights"),
         (["-o", "/dev/null/x"], "choose another -o"),
     ],
 )
@@ -153,3 +164,24 @@ def test_wrong_flags_fail_early(pruned, flags, message):
     result = CliRunner().invoke(app, ["recover", str(pruned), *flags])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_an_unfinished_run_is_noticed_before_anything_is_loaded(tmp_path):
+    (tmp_path / ".out.training").mkdir()
+    (tmp_path / ".out.training" / STATE_NAME).touch()
+    with pytest.raises(UsageError, match="--resume continues it"):
+        recover("no such model", tmp_path / "out", RecoverOptions(**SMALL))
+
+
+def test_a_rank_above_that_of_every_matrix_is_refused_and_leaves_nothing(pruned, tmp_path):
+    with pytest.raises(UsageError, match="no matrix of this model has a rank above"):
+        recover(pruned, tmp_path / "out", RecoverOptions(**SMALL, rank=100_000), evaluation=EVALUATION)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_result_can_be_verified_as_what_was_pruned_could(dense, tmp_path):
+    prune(make_recipe({"model": str(dense), "pattern": "2:4", "target": ["*.mlp.*"], **QUICK}), tmp_path / "pruned")
+    recover(tmp_path / "pruned", tmp_path / "out", RecoverOptions(**SMALL | {"tokens": 64}), evaluation=EVALUATION)
+    before, after = verify(tmp_path / "pruned"), verify(tmp_path / "out")
+    assert [check.name for check in after.tensors] == [check.name for check in before.tensors]
+    assert (str(after.pattern), after.sparsity, after.problems) == ("2:4", 0.5, ())

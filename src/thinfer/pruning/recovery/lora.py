@@ -44,6 +44,8 @@ class LoraOptions:
     def __post_init__(self) -> None:
         if self.rank < 1 or not 0 <= self.dropout < 1:
             raise UsageError(f"rank {self.rank} must be at least 1, dropout {self.dropout:g} from 0 to below 1")
+        if not (self.alpha > 0 and math.isfinite(self.alpha)):
+            raise UsageError(f"alpha {self.alpha:g} must be a number above 0: the adapters' scale is alpha / rank")
 
 
 class LowRank(nn.Module):
@@ -86,6 +88,9 @@ class Adapters:
         model: any model that `find_stack` understands; ordinary layers and fused experts alike.
         options: rank, scale and kind.
 
+    Raises:
+        UsageError: a rank above that of every matrix.
+
     Attributes:
         parameters: trainable numbers.
 
@@ -98,6 +103,11 @@ class Adapters:
     def __init__(self, model: nn.Module, options: LoraOptions) -> None:
         # A fused parameter holds many matrices; it has one adapter.
         held = {id(matrix.parameter): matrix for matrix in find_stack(model).matrices.values()}
+        highest = max(min(matrix.shape) for matrix in held.values())
+        if options.rank > highest:
+            raise UsageError(
+                f"rank {options.rank}: no matrix of this model has a rank above {highest}; use a lower one"
+            )
         self._frozen = [parameter for parameter in model.parameters() if parameter.requires_grad]
         generator = torch.Generator().manual_seed(options.seed)
         self._attached: list[_Attached] = []
@@ -120,10 +130,10 @@ class Adapters:
 
         return once
 
-    def merge(self) -> None:
-        """Add the adapters to the weights, in place, wherever those are not zero, and take the adapters away."""
+    def merge(self, *, keep_zeros: bool = True) -> None:
+        """Add the adapters to the weights, in place, and take them away; weights that are zero stay so if wanted."""
         for item in self._attached:
-            item.detach(merge=True)
+            item.detach(merge=True, keep_zeros=keep_zeros)
         self._thaw()
 
     def remove(self) -> None:
@@ -155,7 +165,7 @@ class _Attached:
 
             self._hook = module.register_forward_hook(add, with_kwargs=True)
 
-    def detach(self, merge: bool) -> None:
+    def detach(self, merge: bool, keep_zeros: bool = True) -> None:
         if self._hook is None:
             parametrize.remove_parametrizations(self._module, self._name, leave_parametrized=False)
         else:
@@ -164,4 +174,5 @@ class _Attached:
         if merge:
             with torch.no_grad():
                 weight = getattr(self._module, self._name)
-                weight.copy_(torch.where(weight != 0, self.low_rank(weight), weight))
+                adapted = self.low_rank(weight)
+                weight.copy_(torch.where(weight != 0, adapted, weight) if keep_zeros else adapted)

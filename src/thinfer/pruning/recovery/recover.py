@@ -17,13 +17,22 @@ from thinfer.calibration.text import cut_windows, read_text
 from thinfer.data import evaluation_text
 from thinfer.errors import UsageError
 from thinfer.pruning.blocks import find_stack
-from thinfer.pruning.checkpoint import LoadedModel, load_torch, require_new_folder, save_folder
+from thinfer.pruning.checkpoint import (
+    LoadedModel,
+    load_torch,
+    require_device,
+    require_new_folder,
+    round_weights,
+    save_folder,
+)
 from thinfer.pruning.quality import Quality, torch_perplexity
 from thinfer.pruning.recovery.distill import distill_loss
 from thinfer.pruning.recovery.language import TextBatches, lm_loss, text_batches
 from thinfer.pruning.recovery.lora import Adapters, LoraOptions
 from thinfer.pruning.recovery.masked import Masks, hold, require_zeros, zero_masks
+from thinfer.pruning.recovery.state import STATE_NAME
 from thinfer.pruning.recovery.trainer import Loss, TrainOptions, TrainResult, train
+from thinfer.pruning.writing import exclusive
 
 Progress = Callable[[str], None]
 
@@ -85,10 +94,15 @@ class RecoverOptions:
             raise UsageError(f"batch {self.batch} must be a multiple of micro-batch {self.micro_batch}")
         if self.tokens < 1 or self.seqlen < 2:
             raise UsageError(f"{self.tokens} tokens in windows of {self.seqlen}: at least 1, of at least 2")
+        if not 0 <= self.seed < 2**63:
+            raise UsageError(f"seed {self.seed}: from 0 to {2**63 - 1}")
         if not 0 <= self.warmup <= 1:
             raise UsageError(f"warm-up {self.warmup:g}: a fraction of the steps, from 0 to 1")
-        if min(self.kl, self.hidden or 0, self.lm) < 0 or not self.temperature > 0:
-            raise UsageError("weights of a loss must not be negative, and the temperature must be above 0")
+        weights = (self.kl, self.hidden or 0.0, self.lm, self.temperature)
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or self.temperature == 0:
+            raise UsageError("weights of a loss must be numbers from 0, and the temperature one above 0")
+        if self.loss == "distill" and not (self.kl or self.lm or self.hidden or self.hidden is None):
+            raise UsageError("all weights of the loss are 0, so nothing would be learned; give --kl-weight 1")
         # What trainer and adapters would refuse is refused before a model is loaded.
         _ = self.training, self.adapters
 
@@ -163,8 +177,10 @@ def recover(
         progress: told what is done, and the time left.
 
     Raises:
-        UsageError: options that exclude each other, a folder that exists, a text that is too short.
+        UsageError: options that exclude each other, a folder that exists, a text that is too short, an unfinished run
+            where `resume` is off, or another run that writes the same folder.
         CheckFailed: the loss is not finite, or a zero was refilled; nothing is written.
+        ResourceError: the disk is full.
 
     Example:
         >>> recover("pruned", "recovered", RecoverOptions(tokens=100_000))["after"]["ppl"]  # doctest: +SKIP
@@ -172,10 +188,29 @@ def recover(
     """
     if (teacher is not None) != (options.loss == "distill"):
         raise UsageError("the loss distill needs a teacher, and only it does: --loss distill --teacher MODEL")
-    _require_device(device)
+    require_device(device)
     folder = require_new_folder(out)
     states = folder.parent / f".{folder.name}.training"
-    evaluation = evaluation or Evaluation()
+    if (states / STATE_NAME).exists() and not resume:
+        raise UsageError(f"{states}: has an unfinished run; --resume continues it, or delete that folder")
+    with exclusive(states):
+        return _recover(
+            ref, folder, states, options, teacher, text, evaluation or Evaluation(), resume, device, progress
+        )
+
+
+def _recover(
+    ref: str | Path,
+    folder: Path,
+    states: Path,
+    options: RecoverOptions,
+    teacher: str | Path | None,
+    text: str | Path | None,
+    evaluation: Evaluation,
+    resume: bool,
+    device: str,
+    progress: Progress,
+) -> dict[str, Any]:
     progress(f"loading {ref}")
     # Adapters can sit on weights of 16 bits; weights that are trained, or adapted themselves, cannot.
     dtype = "auto" if options.method == "lora" else "float32"
@@ -198,9 +233,10 @@ def recover(
     run = _Training(loss, batches, options.training, states, key, resume, progress)
     trainable, result = run.full(model, masks) if options.method == "full" else run.adapters(model, options)
     progress("checking the zeros")
-    _round(model, loaded.save_dtype)
+    round_weights(model, loaded.save_dtype)
     require_zeros(model, masks)
     after = measure("after")
+    pruning = _report_of(loaded.checkpoint.path)
     report = {
         "model": str(ref),
         "options": asdict(options) | {"lr": options.training.lr} | settings,
@@ -219,9 +255,10 @@ def recover(
         "threads": torch.get_num_threads(),
         "notes": list(loaded.notes) + _warnings(options, masks, batches),
         "training": result.to_dict(),
-        "pruning": _report_of(loaded.checkpoint.path),
+        **_pruned_matrices(model, pruning),
+        "pruning": pruning,
     }
-    progress(f"writing {out}")
+    progress(f"writing {folder}")
     files = {"report.json": json.dumps(report, indent=2) + "\n", "README.md": _card(report)}
     recipe = loaded.checkpoint.path / "recipe.yaml"
     if recipe.is_file():
@@ -329,10 +366,18 @@ def _report_of(folder: Path) -> Any:
         return None
 
 
-def _round(model: torch.nn.Module, dtype: str) -> None:
-    """Round the weights to what is saved, so that what is measured is what is written."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(getattr(torch, dtype)).to(parameter.dtype)
+def _pruned_matrices(model: torch.nn.Module, pruning: Any) -> dict[str, Any]:
+    """What `verify` reads of a report: the pattern, and the matrices that were pruned, their zeros counted again."""
+    told = pruning if isinstance(pruning, dict) else {}
+    if not isinstance(told.get("matrices"), dict):
+        return {}
+    found = find_stack(model).matrices
+    counted = {
+        name: {"zeros": matrix.size - int(torch.count_nonzero(matrix.stored)), "transposed": matrix.transposed}
+        for name, matrix in found.items()
+        if name in told["matrices"]
+    }
+    return {"pattern": told.get("pattern"), "matrices": counted}
 
 
 def _warnings(options: RecoverOptions, masks: Masks, batches: TextBatches) -> list[str]:
@@ -369,11 +414,3 @@ of {report["text"]["source"]}); every zero of its matrices was kept.
 
 All settings and the curve of the loss are in report.json.
 """
-
-
-def _require_device(device: str) -> None:
-    """Raise UsageError unless the device exists."""
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"device {device!r}: {str(error).splitlines()[0]}; use cpu, or cuda on a GPU") from error

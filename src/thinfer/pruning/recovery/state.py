@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from thinfer.errors import ArtifactError, UsageError
+from thinfer.pruning.writing import writing
 
 STATE_NAME = "training.safetensors"
 _VERSION = 1
@@ -27,8 +28,10 @@ def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
         optimizer: of these parameters.
         key: names the run; `load_state` refuses another.
         facts: step and curve, as JSON.
+
+    Raises:
+        ResourceError: the disk is full.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"model.{name}": tensor for name, tensor in _changing(model).items()}
     plain: dict[str, Any] = {}
     for index, values in optimizer.state_dict()["state"].items():
@@ -44,11 +47,13 @@ def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     document = {"version": _VERSION, "key": key, "optimizer": plain, "facts": facts}
     path, unfinished = folder / STATE_NAME, folder / f"{STATE_NAME}.{os.getpid()}"
     try:
-        copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(copies, unfinished, metadata={"state": json.dumps(document)})
-        with unfinished.open("rb") as file:
-            os.fsync(file.fileno())
-        unfinished.replace(path)
+        with writing(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(copies, unfinished, metadata={"state": json.dumps(document)})
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
+            unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
 

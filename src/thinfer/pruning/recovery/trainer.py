@@ -72,8 +72,9 @@ class TrainOptions:
             raise UsageError(f"{self.steps} steps of {self.accumulate} batches: both must be at least 1")
         if not (self.lr > 0 and math.isfinite(self.lr)):
             raise UsageError(f"learning rate {self.lr:g}: must be above 0")
-        if self.warmup < 0 or self.weight_decay < 0 or self.clip < 0 or self.checkpoint_minutes < 0:
-            raise UsageError("warm-up, weight decay, clip and minutes between checkpoints must not be negative")
+        limits = (self.warmup, self.weight_decay, self.clip, self.checkpoint_minutes)
+        if not all(math.isfinite(limit) and limit >= 0 for limit in limits):
+            raise UsageError("warm-up, weight decay, clip and minutes between checkpoints must be numbers from 0")
 
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
