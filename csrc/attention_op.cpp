@@ -35,8 +35,16 @@ struct Joined {
 
 class Attention final : public Op {
  public:
-  Attention(const OpKernels& kernels, int x, int out, Heads heads, int layer, float scale, int window)
-      : kernels_(kernels), x_(x), out_(out), heads_(heads), layer_(layer), scale_(scale), window_(window) {}
+  Attention(const OpKernels& kernels, int x, int out, Heads heads, int layer, float scale, int window,
+            std::vector<float> slopes)
+      : kernels_(kernels),
+        x_(x),
+        out_(out),
+        heads_(heads),
+        layer_(layer),
+        scale_(scale),
+        window_(window),
+        slopes_(std::move(slopes)) {}
 
   const char* name() const override { return "attention"; }
 
@@ -162,6 +170,7 @@ class Attention final : public Op {
         .position = batch.positions[group.row],
         .window = window_,
         .scale = scale_,
+        .slopes = slopes_.empty() ? nullptr : slopes_.data() + item.kv_head * group_heads(),
         .half = kv.half(),
         .table = table,
         .blocks = kv.bases(),
@@ -213,6 +222,7 @@ class Attention final : public Op {
   int layer_;
   float scale_;
   int window_;
+  std::vector<float> slopes_;
   std::vector<Group> groups_;
   std::vector<Item> items_;
   std::vector<Joined> joined_;
@@ -222,8 +232,8 @@ class Attention final : public Op {
 }  // namespace
 
 std::unique_ptr<Op> make_attention(const OpKernels& kernels, int x, int out, Heads heads, int layer, float scale,
-                                   int window) {
-  return std::make_unique<Attention>(kernels, x, out, heads, layer, scale, window);
+                                   int window, std::vector<float> slopes) {
+  return std::make_unique<Attention>(kernels, x, out, heads, layer, scale, window, std::move(slopes));
 }
 
 }  // namespace thinfer

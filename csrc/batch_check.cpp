@@ -33,6 +33,10 @@ void check_rows(const Batch& batch, const BatchLimits& limits) {
       fail(in_row(row, "token", batch.tokens[row]) + " is outside the vocabulary of " + std::to_string(limits.vocab));
     }
     if (batch.positions[row] < 0) fail(in_row(row, "position", batch.positions[row]) + " is negative");
+    if (limits.positions > 0 && batch.positions[row] >= limits.positions) {
+      fail(in_row(row, "position", batch.positions[row]) + " is past the model's " + std::to_string(limits.positions) +
+           " learned positions");
+    }
     if (batch.sequence[row] < 0 || batch.sequence[row] >= batch.sequences) {
       fail(in_row(row, "sequence", batch.sequence[row]) + " is outside the block table of " +
            std::to_string(batch.sequences) + " sequences");

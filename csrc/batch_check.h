@@ -23,6 +23,7 @@ struct OwnedBatch {
 struct BatchLimits {
   int max_rows = 0;
   int vocab = 0;         // tokens lie in [0, vocab); 0: the program reads no tokens
+  int positions = 0;     // positions lie in [0, positions); 0: the program has no table of them
   bool attends = false;  // whether keys and values are read and written
   int cache_blocks = 0;  // blocks the KV cache has
   int window = 0;        // positions any layer looks back, itself included; 0: all

@@ -61,7 +61,8 @@ class CheckedProgram {
   // Adds under the program's lock.
   int add(std::unique_ptr<Op> op, const std::vector<int>& inputs, int output);
   int add_embed(std::shared_ptr<const RowSource> source, int out);
-  int add_attention(int x, int out, Heads heads, int layer, float scale, int window);
+  int add_positions(std::shared_ptr<const RowSource> source, int x, int out, int offset);
+  int add_attention(int x, int out, Heads heads, int layer, float scale, int window, std::vector<float> slopes);
   std::shared_ptr<RopeTable> rope_table(std::vector<float> inv_freq, float attention_factor);
 
   // What the linear ops share; null until the first one.
@@ -83,6 +84,7 @@ class CheckedProgram {
   std::vector<std::shared_ptr<RopeTable>> ropes_;
   std::shared_ptr<LinearStorage> linear_storage_;
   int vocab_ = 0;
+  int positions_ = 0;
   bool attends_ = false;
   int window_ = -1;  // -1: no attention op yet
   mutable std::mutex mutex_;

@@ -34,7 +34,11 @@ Activation parse_activation(const std::string& name) {
   if (name == "gelu") return Activation::gelu;
   if (name == "gelu_tanh") return Activation::gelu_tanh;
   if (name == "relu") return Activation::relu;
-  throw std::invalid_argument("activation '" + name + "' is unknown: silu, gelu, gelu_tanh or relu");
+  if (name == "relu2") return Activation::relu2;
+  if (name == "fatrelu") return Activation::fatrelu;
+  if (name == "drelu") return Activation::drelu;
+  throw std::invalid_argument("activation '" + name +
+                              "' is unknown: silu, gelu, gelu_tanh, relu, relu2, fatrelu or drelu");
 }
 
 std::vector<int> check_ids(std::vector<int> ids, int neurons, int width) {
@@ -70,6 +74,19 @@ int op_rms_norm(CheckedProgram& self, int x, int out, const In<float, 1>& weight
   return self.add(make_rms_norm(self.kernels(), x, out, to_vector(weight, self.width(x), "weight"), eps), {x}, out);
 }
 
+int op_layer_norm(CheckedProgram& self, int x, int out, const In<float, 1>& weight, const In<float, 1>& bias,
+                  float eps) {
+  const int width = self.width(x);
+  self.expect_width(out, width, "out");
+  return self.add(
+      make_layer_norm(self.kernels(), x, out, to_vector(weight, width, "weight"), to_vector(bias, width, "bias"), eps),
+      {x}, out);
+}
+
+int op_positions(CheckedProgram& self, std::shared_ptr<RowSource> source, int x, int out, int offset) {
+  return self.add_positions(std::move(source), x, out, offset);
+}
+
 int op_head_norm(CheckedProgram& self, int x, int out, const In<float, 1>& q_norm, const In<float, 1>& k_norm,
                  float eps, int heads, int kv_heads, int head_dim) {
   const Heads h = check_heads(heads, kv_heads, head_dim);
@@ -85,8 +102,8 @@ int op_rope(CheckedProgram& self, int x, int out, std::vector<float> inv_freq, f
   const Heads h = check_heads(heads, kv_heads, head_dim);
   self.expect_width(x, h.width(), "x");
   self.expect_width(out, h.width(), "out");
-  if (head_dim % 2 != 0 || static_cast<int>(inv_freq.size()) != head_dim / 2) {
-    throw std::invalid_argument("inv_freq must have head_dim / 2 entries and head_dim be even");
+  if (inv_freq.empty() || inv_freq.size() > static_cast<size_t>(head_dim / 2)) {
+    throw std::invalid_argument("inv_freq must have 1 to head_dim / 2 entries");
   }
   if (self.program().selected(x)) throw std::invalid_argument("rope cannot follow select: it rotates by batch row");
   auto table = self.rope_table(std::move(inv_freq), attention_factor);
@@ -94,21 +111,32 @@ int op_rope(CheckedProgram& self, int x, int out, std::vector<float> inv_freq, f
 }
 
 int op_attention(CheckedProgram& self, int x, int out, int layer, int heads, int kv_heads, int head_dim, float scale,
-                 std::optional<int> window) {
+                 std::optional<int> window, std::optional<std::vector<float>> slopes) {
   if (window && *window < 1) throw std::invalid_argument("window must be at least 1, or None for all positions");
-  return self.add_attention(x, out, check_heads(heads, kv_heads, head_dim), layer, scale, window.value_or(0));
+  return self.add_attention(x, out, check_heads(heads, kv_heads, head_dim), layer, scale, window.value_or(0),
+                            slopes ? std::move(*slopes) : std::vector<float>());
 }
 
-int op_gated_act(CheckedProgram& self, int x, int out, const std::string& act, std::optional<std::vector<int>> ids) {
-  const int both = self.width(x);
-  if (both % 2 != 0) throw std::invalid_argument("x: gate | up must have an even width");
-  if (x == out) throw std::invalid_argument("gated_act cannot write the buffer it reads");
-  const int neurons = both / 2;
+int add_act(CheckedProgram& self, int x, int out, int neurons, Act act, std::optional<std::vector<int>> ids) {
+  if (x == out) throw std::invalid_argument("an activation cannot write the buffer it reads");
   const int width = self.width(out);
   if (!ids) self.expect_width(out, neurons, "out");
   auto own = ids ? check_ids(std::move(*ids), neurons, width) : std::vector<int>();
-  return self.add(make_gated_act(self.kernels(), x, out, neurons, parse_activation(act), std::move(own), width), {x},
-                  out);
+  return self.add(make_act(self.kernels(), x, out, neurons, act, std::move(own), width), {x}, out);
+}
+
+int op_gated_act(CheckedProgram& self, int x, int out, const std::string& act, std::optional<std::vector<int>> ids,
+                 float threshold) {
+  const int both = self.width(x);
+  if (both % 2 != 0) throw std::invalid_argument("x: gate | up must have an even width");
+  return add_act(self, x, out, both / 2, {parse_activation(act), threshold, true}, std::move(ids));
+}
+
+int op_act(CheckedProgram& self, int x, int out, const std::string& act, std::optional<std::vector<int>> ids,
+           float threshold) {
+  const Activation activation = parse_activation(act);
+  if (activation == Activation::drelu) throw std::invalid_argument("drelu needs a gate and what it gates");
+  return add_act(self, x, out, self.width(x), {activation, threshold, false}, std::move(ids));
 }
 
 int op_add(CheckedProgram& self, int a, int b, int out) {
@@ -196,6 +224,28 @@ FloatArray rms_norm(const std::string& isa, const In<float, 2>& x, const In<floa
   return single.output(in);
 }
 
+FloatArray layer_norm(const std::string& isa, const In<float, 2>& x, const In<float, 1>& weight,
+                      const In<float, 1>& bias, float eps) {
+  Single single(isa, as_int(x.shape(0)));
+  const int in = single.input(x);
+  op_layer_norm(single.program, in, in, weight, bias, eps);
+  single.run(single.batch());
+  return single.output(in);
+}
+
+FloatArray add_positions(const std::string& isa, const In<float, 2>& x, const In<float, 2>& table,
+                         const In<int32_t, 1>& positions, int offset) {
+  Single single(isa, as_int(x.shape(0)));
+  const int in = single.input(x);
+  std::vector<float> values(table.data(), table.data() + table.size());
+  auto source = std::make_shared<Float32Rows>(std::move(values), as_int(table.shape(0)), as_int(table.shape(1)));
+  op_positions(single.program, std::move(source), in, in, offset);
+  OwnedBatch batch = single.batch();
+  batch.positions = copied<int32_t, 1>(positions);
+  single.run(batch);
+  return single.output(in);
+}
+
 FloatArray head_norm(const std::string& isa, const In<float, 2>& qkv, const In<float, 1>& q_norm,
                      const In<float, 1>& k_norm, float eps, int heads, int kv_heads, int head_dim) {
   Single single(isa, as_int(qkv.shape(0)));
@@ -223,7 +273,7 @@ FloatArray attention(const std::string& isa, const In<float, 2>& qkv,
                      nb::ndarray<float, nb::ndim<4>, nb::c_contig, nb::device::cpu> values,
                      const In<int32_t, 2>& block_table, const In<int32_t, 1>& positions, const In<int32_t, 1>& sequence,
                      int heads, int kv_heads, int head_dim, float scale, std::optional<int> window,
-                     const std::string& kv_type) {
+                     std::optional<std::vector<float>> slopes, const std::string& kv_type) {
   if (kv_heads < 1 || head_dim < 1) throw std::invalid_argument("kv_heads and head_dim must be at least 1");
   const size_t block = static_cast<size_t>(kBlock) * static_cast<size_t>(kv_heads) * static_cast<size_t>(head_dim);
   for (const auto* planes : {&keys, &values}) {
@@ -243,7 +293,7 @@ FloatArray attention(const std::string& isa, const In<float, 2>& qkv,
   const int in = single.input(qkv);
   const int out = single.program.add_buffer(
       as_int(static_cast<size_t>(check_heads(heads, kv_heads, head_dim).heads) * static_cast<size_t>(head_dim)));
-  op_attention(single.program, in, out, 0, heads, kv_heads, head_dim, scale, window);
+  op_attention(single.program, in, out, 0, heads, kv_heads, head_dim, scale, window, std::move(slopes));
   OwnedBatch batch = single.batch();
   batch.positions = copied<int32_t, 1>(positions);
   batch.sequence = copied<int32_t, 1>(sequence);
@@ -259,11 +309,21 @@ FloatArray attention(const std::string& isa, const In<float, 2>& qkv,
 }
 
 FloatArray gated_act(const std::string& isa, const In<float, 2>& gate_up, const std::string& act,
-                     std::optional<std::vector<int>> ids, std::optional<int> width) {
+                     std::optional<std::vector<int>> ids, std::optional<int> width, float threshold) {
   Single single(isa, as_int(gate_up.shape(0)));
   const int in = single.input(gate_up);
   const int out = single.program.add_buffer(width.value_or(single.program.width(in) / 2));
-  op_gated_act(single.program, in, out, act, std::move(ids));
+  op_gated_act(single.program, in, out, act, std::move(ids), threshold);
+  single.run(single.batch());
+  return single.output(out);
+}
+
+FloatArray act(const std::string& isa, const In<float, 2>& x, const std::string& act,
+               std::optional<std::vector<int>> ids, std::optional<int> width, float threshold) {
+  Single single(isa, as_int(x.shape(0)));
+  const int in = single.input(x);
+  const int out = single.program.add_buffer(width.value_or(single.program.width(in)));
+  op_act(single.program, in, out, act, std::move(ids), threshold);
   single.run(single.batch());
   return single.output(out);
 }
@@ -297,21 +357,30 @@ void bind_program_ops(nb::class_<CheckedProgram>& program) {
            "out[r] = source row tokens[r]. Returns the op's index.")
       .def("op_rms_norm", op_rms_norm, nb::arg("x"), nb::arg("out"), nb::arg("weight").noconvert(), nb::arg("eps"),
            "out = x / rms(x) * weight [width]; out may be x.")
+      .def("op_layer_norm", op_layer_norm, nb::arg("x"), nb::arg("out"), nb::arg("weight").noconvert(),
+           nb::arg("bias").noconvert(), nb::arg("eps"),
+           "out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias [width]; out may be x.")
+      .def("op_positions", op_positions, nb::arg("source"), nb::arg("x"), nb::arg("out"), nb::arg("offset"),
+           "out[r] = x[r] + source row positions[r] + offset; out may be x.")
       .def("op_head_norm", op_head_norm, nb::arg("x"), nb::arg("out"), nb::arg("q_norm").noconvert(),
            nb::arg("k_norm").noconvert(), nb::arg("eps"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
            "rms_norm of every query head by q_norm and key head by k_norm [head_dim] of q|k|v; out may be x.")
       .def("op_rope", op_rope, nb::arg("x"), nb::arg("out"), nb::arg("inv_freq"), nb::arg("attention_factor"),
            nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-           "Rotate the query and key heads of q|k|v by position times inv_freq [head_dim / 2]; out may be x.")
-      .def(
-          "op_attention", op_attention, nb::arg("x"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"),
-          nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window").none() = nb::none(),
-          "Write the rows' keys and values of q|k|v to the cache, then causal attention: out is heads * head_dim wide.")
+           "Rotate the query and key heads of q|k|v by position times inv_freq; out may be x.\n\n"
+           "inv_freq has up to head_dim / 2 entries: twice as many channels of a head turn, the rest pass.")
+      .def("op_attention", op_attention, nb::arg("x"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"),
+           nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window").none() = nb::none(),
+           nb::arg("slopes").none() = nb::none(),
+           "Write the rows' keys and values of q|k|v to the cache, then causal attention: out is heads * head_dim wide."
+           "\n\nslopes: per head, times the distance to a key, is what its score loses (ALiBi).")
       .def("op_gated_act", op_gated_act, nb::arg("x"), nb::arg("out"), nb::arg("act"),
-           nb::arg("ids").none() = nb::none(),
+           nb::arg("ids").none() = nb::none(), nb::arg("threshold") = 0.0f,
            "out = act(gate) * up for x = gate|up; with ids (ascending) neuron j goes to column ids[j], the rest is "
            "0.\n\n"
-           "act: silu, gelu, gelu_tanh or relu.")
+           "act: silu, gelu, gelu_tanh, relu, relu2, fatrelu (0 up to the threshold) or drelu (relu of both).")
+      .def("op_act", op_act, nb::arg("x"), nb::arg("out"), nb::arg("act"), nb::arg("ids").none() = nb::none(),
+           nb::arg("threshold") = 0.0f, "out = act(x); act, ids and threshold as in op_gated_act, but for drelu.")
       .def("op_add", op_add, nb::arg("a"), nb::arg("b"), nb::arg("out"), "out = a + b; out may be either.")
       .def("op_select", op_select, nb::arg("x"), nb::arg("out"),
            "out[i] = x[out_rows[i]]; later ops work on those rows.");
@@ -322,6 +391,12 @@ void bind_ops(nb::module_& module) {
              "The op embed of kernels/embed.py on the named instruction set.");
   module.def("rms_norm", rms_norm, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("weight").noconvert(),
              nb::arg("eps"), "The op rms_norm of kernels/rms_norm.py on the named instruction set.");
+  module.def("layer_norm", layer_norm, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("weight").noconvert(),
+             nb::arg("bias").noconvert(), nb::arg("eps"),
+             "The op layer_norm of kernels/layer_norm.py on the named instruction set.");
+  module.def("positions", add_positions, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("table").noconvert(),
+             nb::arg("positions").noconvert(), nb::arg("offset"),
+             "The op positions of kernels/positions.py on the named instruction set.");
   module.def("head_norm", head_norm, nb::arg("isa"), nb::arg("qkv").noconvert(), nb::arg("q_norm").noconvert(),
              nb::arg("k_norm").noconvert(), nb::arg("eps"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
              "The op head_norm of kernels/head_norm.py on the named instruction set.");
@@ -331,12 +406,16 @@ void bind_ops(nb::module_& module) {
   module.def("attention", attention, nb::arg("isa"), nb::arg("qkv").noconvert(), nb::arg("keys").noconvert(),
              nb::arg("values").noconvert(), nb::arg("block_table").noconvert(), nb::arg("positions").noconvert(),
              nb::arg("sequence").noconvert(), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-             nb::arg("scale"), nb::arg("window").none() = nb::none(), nb::arg("kv_type") = "f32",
+             nb::arg("scale"), nb::arg("window").none() = nb::none(), nb::arg("slopes").none() = nb::none(),
+             nb::arg("kv_type") = "f32",
              "The op attention of kernels/attention.py on the named instruction set.\n\n"
              "keys and values [blocks, BLOCK_SIZE, kv_heads, head_dim] go through a cache of kv_type and are updated.");
   module.def("gated_act", gated_act, nb::arg("isa"), nb::arg("gate_up").noconvert(), nb::arg("act"),
-             nb::arg("ids").none() = nb::none(), nb::arg("width").none() = nb::none(),
+             nb::arg("ids").none() = nb::none(), nb::arg("width").none() = nb::none(), nb::arg("threshold") = 0.0f,
              "The op gated_act of kernels/gated_act.py on the named instruction set.");
+  module.def("act", act, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("act"), nb::arg("ids").none() = nb::none(),
+             nb::arg("width").none() = nb::none(), nb::arg("threshold") = 0.0f,
+             "The op act of kernels/act.py on the named instruction set.");
   module.def("add", add, nb::arg("isa"), nb::arg("a").noconvert(), nb::arg("b").noconvert(),
              "The op add of kernels/add.py on the named instruction set.");
   module.def("select", select, nb::arg("isa"), nb::arg("x").noconvert(), nb::arg("rows").noconvert(),

@@ -79,7 +79,18 @@ int CheckedProgram::add_embed(std::shared_ptr<const RowSource> source, int out) 
   return add(make_embed(std::move(source), out), {}, out);
 }
 
-int CheckedProgram::add_attention(int x, int out, Heads heads, int layer, float scale, int window) {
+int CheckedProgram::add_positions(std::shared_ptr<const RowSource> source, int x, int out, int offset) {
+  expect_width(x, source->width(), "x");
+  expect_width(out, source->width(), "out");
+  if (offset < 0 || offset >= source->rows()) throw std::invalid_argument("offset must lie inside the table");
+  if (program_.selected(x)) throw std::invalid_argument("positions cannot follow select: it reads batch rows");
+  const int count = source->rows() - offset;
+  positions_ = positions_ > 0 ? std::min(positions_, count) : count;
+  return add(make_positions(kernels_, std::move(source), x, out, offset), {x}, out);
+}
+
+int CheckedProgram::add_attention(int x, int out, Heads heads, int layer, float scale, int window,
+                                  std::vector<float> slopes) {
   if (!cache_) throw std::invalid_argument("attention needs a KV cache: give the Program one");
   const KvCache& cache = cache_->cache;
   if (cache.kv_heads() != heads.kv_heads || cache.head_dim() != heads.head_dim) {
@@ -93,10 +104,13 @@ int CheckedProgram::add_attention(int x, int out, Heads heads, int layer, float 
   expect_width(x, heads.width(), "x");
   expect_width(out, heads.heads * heads.head_dim, "out");
   if (x == out) throw std::invalid_argument("attention cannot write the buffer it reads");
+  if (!slopes.empty() && slopes.size() != static_cast<size_t>(heads.heads)) {
+    throw std::invalid_argument("slopes must have one entry a head, or be None");
+  }
   if (program_.selected(x)) throw std::invalid_argument("attention cannot follow select: it needs every row");
   attends_ = true;
   window_ = window_ < 0 ? window : window == 0 ? 0 : window_ == 0 ? 0 : std::max(window_, window);
-  return add(make_attention(kernels_, x, out, heads, layer, scale, window), {x}, out);
+  return add(make_attention(kernels_, x, out, heads, layer, scale, window, std::move(slopes)), {x}, out);
 }
 
 std::shared_ptr<RopeTable> CheckedProgram::rope_table(std::vector<float> inv_freq, float attention_factor) {
@@ -120,6 +134,7 @@ void CheckedProgram::run(int first, int last, const OwnedBatch& owned) {
   BatchLimits limits;
   limits.max_rows = program_.max_rows();
   limits.vocab = vocab_;
+  limits.positions = positions_;
   limits.attends = attends_;
   limits.cache_blocks = cache_ ? cache_->cache.blocks() : 0;
   limits.window = std::max(window_, 0);

@@ -11,7 +11,8 @@ namespace thinfer {
 constexpr int kBlock = 64;     // positions in a block of the KV cache
 constexpr int kSegment = 128;  // positions whose attention is summed before being joined to the rest
 
-enum class Activation { silu, gelu, gelu_tanh, relu };
+// fatrelu(x) is x above a threshold and else 0. drelu, of gated FFNs only, is relu of the gate and of what it gates.
+enum class Activation { silu, gelu, gelu_tanh, relu, relu2, fatrelu, drelu };
 
 // A group of rows of one sequence at consecutive positions, attending with the query heads of one kv head.
 struct AttendJob {
@@ -23,6 +24,7 @@ struct AttendJob {
   int position;  // of the first row
   int window;    // positions a row sees, itself included; 0 for all
   float scale;
+  const float* slopes;     // of the group's query heads: slope * (key - query position) is added; null: nothing
   bool half;               // the cache holds f16 rather than f32
   const int32_t* table;    // the sequence's cache blocks by position / kBlock
   uint8_t* const* blocks;  // base of each cache block
@@ -42,10 +44,15 @@ struct AttendState {
 struct OpKernels {
   // out = x / sqrt(mean(x^2) + eps) * weight over n floats. out may be x.
   void (*rms_norm)(const float* x, const float* weight, float* out, int n, float eps);
-  // Rotates one row of `heads` heads by its angles: cosine, sine [head_dim / 2]. out may be x.
-  void (*rope)(const float* x, const float* cosine, const float* sine, float* out, int heads, int head_dim);
-  // out[i] = activation(gate[i]) * up[i].
-  void (*gated_act)(const float* gate, const float* up, float* out, int n, Activation activation);
+  // out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias over n floats. out may be x.
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float* out, int n, float eps);
+  // Rotates the first 2 * half of each head of one row by its angles: cosine, sine [half]; the rest passes. out may be
+  // x.
+  void (*rope)(const float* x, const float* cosine, const float* sine, float* out, int heads, int head_dim, int half);
+  // out[i] = activation(gate[i]) * up[i]. fatrelu is 0 below `cut`.
+  void (*gated_act)(const float* gate, const float* up, float* out, int n, Activation activation, float cut);
+  // out[i] = activation(x[i]); not drelu.
+  void (*act)(const float* x, float* out, int n, Activation activation, float cut);
   void (*add)(const float* a, const float* b, float* out, int n);
   // Stores one row's key and value of one kv head at `slot` of a cache block.
   void (*write_kv)(const float* key, const float* value, uint8_t* keys, uint8_t* values, int slot, int head_dim,

@@ -4,33 +4,11 @@
 #include <cmath>
 #include <cstring>
 
+#include "row_op.h"
+
 namespace thinfer {
 
 namespace {
-
-// Work below this many floats is not worth waking another thread for: about a microsecond.
-constexpr int kGrain = 8192;
-
-float* row_of(const Context& context, int buffer, int width, int row) {
-  return context.buffers[buffer] + static_cast<ptrdiff_t>(row) * padded(width);
-}
-
-// An op whose rows are independent, cut into items of enough rows.
-class RowOp : public Op {
- public:
-  explicit RowOp(int width) : rows_per_item_(std::max(1, kGrain / width)) {}
-  int items(int, const Batch& batch) const override { return (rows(batch) + rows_per_item_ - 1) / rows_per_item_; }
-  void run(int, int begin, int end, int, Context& context) override {
-    const int last = std::min(end * rows_per_item_, rows(context.batch));
-    for (int row = begin * rows_per_item_; row < last; ++row) run_row(row, context);
-  }
-
- protected:
-  virtual void run_row(int row, Context& context) = 0;
-
- private:
-  int rows_per_item_;
-};
 
 class Embed final : public RowOp {
  public:
@@ -125,7 +103,7 @@ class Rope final : public RowOp {
     const float* x = row_of(context, x_, heads_.width(), row);
     float* out = row_of(context, out_, heads_.width(), row);
     const int rotated = heads_.heads + heads_.kv_heads;
-    kernels_.rope(x, table_->cosine(row), table_->sine(row), out, rotated, heads_.head_dim);
+    kernels_.rope(x, table_->cosine(row), table_->sine(row), out, rotated, heads_.head_dim, table_->half());
     if (x != out) {
       const int at = rotated * heads_.head_dim;
       std::memcpy(out + at, x + at, static_cast<size_t>(heads_.kv_heads * heads_.head_dim) * sizeof(float));
@@ -140,18 +118,18 @@ class Rope final : public RowOp {
   std::shared_ptr<RopeTable> table_;
 };
 
-class GatedAct final : public Op {
+class Activate final : public Op {
  public:
-  GatedAct(const OpKernels& kernels, int x, int out, int neurons, Activation activation, std::vector<int> ids,
-           int width)
+  Activate(const OpKernels& kernels, int x, int out, int neurons, Act act, std::vector<int> ids, int width)
       : kernels_(kernels),
         x_(x),
         out_(out),
         neurons_(neurons),
-        activation_(activation),
+        act_(act),
+        cut_(std::nextafter(act.threshold, INFINITY)),
         ids_(std::move(ids)),
         width_(ids_.empty() ? neurons : width) {}
-  const char* name() const override { return "gated_act"; }
+  const char* name() const override { return act_.gated ? "gated_act" : "act"; }
 
   // Items are pieces of rows, for a single wide row is worth sharing: an activation costs tens of cycles a vector.
   int items(int, const Batch& batch) const override { return rows(batch) * pieces(); }
@@ -162,12 +140,12 @@ class GatedAct final : public Op {
       const int row = item / pieces();
       const int from = item % pieces() * kPiece;
       const int count = std::min(kPiece, neurons_ - from);
-      const float* gate = row_of(context, x_, 2 * neurons_, row) + from;
+      const float* x = row_of(context, x_, act_.gated ? 2 * neurons_ : neurons_, row) + from;
       float* out = row_of(context, out_, width_, row);
       if (ids_.empty()) {
-        kernels_.gated_act(gate, gate + neurons_, out + from, count, activation_);
+        compute(x, out + from, count);
       } else {
-        scatter(gate, out, from, count, reinterpret_cast<float*>(context.scratch));
+        scatter(x, out, from, count, reinterpret_cast<float*>(context.scratch));
       }
     }
   }
@@ -177,9 +155,17 @@ class GatedAct final : public Op {
   static constexpr int kPiece = 2048;
   int pieces() const { return (neurons_ + kPiece - 1) / kPiece; }
 
+  void compute(const float* x, float* out, int count) const {
+    if (act_.gated) {
+      kernels_.gated_act(x, x + neurons_, out, count, act_.activation, cut_);
+    } else {
+      kernels_.act(x, out, count, act_.activation, cut_);
+    }
+  }
+
   // Ids ascend, so the piece owns the columns from its first id (the first piece: from 0) to the next piece's.
-  void scatter(const float* gate, float* out, int from, int count, float* values) {
-    kernels_.gated_act(gate, gate + neurons_, values, count, activation_);
+  void scatter(const float* x, float* out, int from, int count, float* values) {
+    compute(x, values, count);
     const auto first = static_cast<size_t>(from);
     const int begin = from == 0 ? 0 : ids_[first];
     const int end = from + count == neurons_ ? width_ : ids_[first + static_cast<size_t>(count)];
@@ -191,7 +177,8 @@ class GatedAct final : public Op {
   int x_;
   int out_;
   int neurons_;
-  Activation activation_;
+  Act act_;
+  float cut_;  // the least value above the threshold
   std::vector<int> ids_;
   int width_;
 };
@@ -279,9 +266,9 @@ std::unique_ptr<Op> make_rope(const OpKernels& kernels, int x, int out, Heads he
   return std::make_unique<Rope>(kernels, x, out, heads, std::move(table));
 }
 
-std::unique_ptr<Op> make_gated_act(const OpKernels& kernels, int x, int out, int neurons, Activation activation,
-                                   std::vector<int> ids, int width) {
-  return std::make_unique<GatedAct>(kernels, x, out, neurons, activation, std::move(ids), width);
+std::unique_ptr<Op> make_act(const OpKernels& kernels, int x, int out, int neurons, Act act, std::vector<int> ids,
+                             int width) {
+  return std::make_unique<Activate>(kernels, x, out, neurons, act, std::move(ids), width);
 }
 
 std::unique_ptr<Op> make_add(const OpKernels& kernels, int a, int b, int out, int width) {

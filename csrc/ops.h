@@ -16,6 +16,14 @@ std::unique_ptr<Op> make_embed(std::shared_ptr<const RowSource> source, int out)
 // out = x / rms(x) * weight; weight has the buffer's width.
 std::unique_ptr<Op> make_rms_norm(const OpKernels& kernels, int x, int out, std::vector<float> weight, float eps);
 
+// out = (x - mean(x)) / deviation(x) * weight + bias; both have the buffer's width.
+std::unique_ptr<Op> make_layer_norm(const OpKernels& kernels, int x, int out, std::vector<float> weight,
+                                    std::vector<float> bias, float eps);
+
+// out[r] = x[r] + source row positions[r] + offset.
+std::unique_ptr<Op> make_positions(const OpKernels& kernels, std::shared_ptr<const RowSource> source, int x, int out,
+                                   int offset);
+
 // q | k | v rows of heads: where the heads of each are.
 struct Heads {
   int heads;
@@ -45,16 +53,24 @@ class RopeTable {
   std::vector<float> table_;  // [row][cosine, sine][half]
 };
 
-// Rotates query and key heads by their row's position; values pass. table.half() = head_dim / 2.
+// Rotates the first 2 * table.half() of query and key heads by their row's position; the rest and values pass.
 std::unique_ptr<Op> make_rope(const OpKernels& kernels, int x, int out, Heads heads, std::shared_ptr<RopeTable> table);
 
 // Writes keys and values to the cache, then out [rows, heads * head_dim] = causal attention. window 0: all positions.
+// slopes: one a head, or none (see AttendJob).
 std::unique_ptr<Op> make_attention(const OpKernels& kernels, int x, int out, Heads heads, int layer, float scale,
-                                   int window);
+                                   int window, std::vector<float> slopes);
 
-// x is gate | up, each of `neurons`; out [neurons], or out [width] zero but for neuron j at ids[j].
-std::unique_ptr<Op> make_gated_act(const OpKernels& kernels, int x, int out, int neurons, Activation activation,
-                                   std::vector<int> ids, int width);
+// What an FFN does between its linears: fatrelu is 0 up to the threshold, which others ignore.
+struct Act {
+  Activation activation;
+  float threshold;
+  bool gated;  // x is gate | up, each of `neurons`, rather than `neurons` alone
+};
+
+// out [neurons], or out [width] zero but for neuron j at ids[j].
+std::unique_ptr<Op> make_act(const OpKernels& kernels, int x, int out, int neurons, Act act, std::vector<int> ids,
+                             int width);
 
 std::unique_ptr<Op> make_add(const OpKernels& kernels, int a, int b, int out, int width);
 

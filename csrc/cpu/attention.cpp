@@ -125,10 +125,17 @@ THINFER_INLINE void scale_row(float* row, float factor, ptrdiff_t width) {
 
 // Scores of one query over the first V vectors of a block become probabilities relative to its running maximum.
 template <int V>
-static void soften(Work& w, int query, Range range) {
+static void soften(Work& w, int query, int block, Range range) {
   float* s = w.scores + query * kBlock;
   f32x16 v[V];
   for (int i = 0; i < V; ++i) v[i] = load(s + 16 * i);
+  if (w.job.slopes != nullptr) {
+    const f32x16 slope = set1(w.job.slopes[query % w.job.group]);
+    const int distance = block * kBlock - (w.job.position + query / w.job.group);
+    for (int i = 0; i < V; ++i) {
+      v[i] = fma(slope, add(iota(), set1(static_cast<float>(distance + 16 * i))), v[i]);
+    }
+  }
   if (range.begin > 0 || range.end < 16 * V) {
     const f32x16 hidden = set1(-__builtin_inff());
     const f32x16 begin = set1(static_cast<float>(range.begin));
@@ -162,16 +169,16 @@ static void soften_rows(Work& w, int begin, int end, int block, int vectors) {
     const Range range = visible(w.job, query / w.job.group, block);
     switch (vectors) {
       case 1:
-        soften<1>(w, query, range);
+        soften<1>(w, query, block, range);
         break;
       case 2:
-        soften<2>(w, query, range);
+        soften<2>(w, query, block, range);
         break;
       case 3:
-        soften<3>(w, query, range);
+        soften<3>(w, query, block, range);
         break;
       default:
-        soften<4>(w, query, range);
+        soften<4>(w, query, block, range);
     }
   }
 }

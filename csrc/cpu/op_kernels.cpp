@@ -5,8 +5,10 @@ namespace thinfer::THINFER_ISA {
 extern const OpKernels op_kernels;
 const OpKernels op_kernels = {
     .rms_norm = rms_norm,
+    .layer_norm = layer_norm,
     .rope = rope,
     .gated_act = gated_act,
+    .act = act,
     .add = add_rows,
     .write_kv = write_kv,
     .attend = attend,

@@ -6,8 +6,10 @@
 namespace thinfer::THINFER_ISA {
 
 void rms_norm(const float* x, const float* weight, float* out, int n, float eps);
-void rope(const float* x, const float* cosine, const float* sine, float* out, int heads, int head_dim);
-void gated_act(const float* gate, const float* up, float* out, int n, Activation activation);
+void layer_norm(const float* x, const float* weight, const float* bias, float* out, int n, float eps);
+void rope(const float* x, const float* cosine, const float* sine, float* out, int heads, int head_dim, int half);
+void gated_act(const float* gate, const float* up, float* out, int n, Activation activation, float cut);
+void act(const float* x, float* out, int n, Activation activation, float cut);
 void add_rows(const float* a, const float* b, float* out, int n);
 void write_kv(const float* key, const float* value, uint8_t* keys, uint8_t* values, int slot, int head_dim, bool half);
 void attend(const AttendJob& job, const AttendState& state, float* scratch);

@@ -56,5 +56,9 @@ void test_batch_check() {
   BatchLimits windowed = limits;
   windowed.window = 64;
   check_batch(late.view(), windowed);
+  windowed.positions = 128;
+  check_batch(late.view(), windowed);
+  windowed.positions = 127;
+  CHECK_THROWS(std::invalid_argument, check_batch(late.view(), windowed));
   CHECK_THROWS(std::invalid_argument, check_batch(late.view(), limits));
 }

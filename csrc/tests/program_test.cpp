@@ -59,8 +59,8 @@ std::vector<float> run_chunks(Isa isa, const Shape& shape, int threads, int chun
   program.add(make_head_norm(kernels, x, y, heads, numbers(dim, 2), numbers(dim, 3), 1e-5f), {x}, y);
   const auto table = std::make_shared<RopeTable>(numbers(dim / 2, 4), 1.0f);
   program.add(make_rope(kernels, y, y, heads, table), {y}, y);
-  program.add(make_attention(kernels, y, z, heads, 1, 0.3f, shape.window), {y}, z);
-  program.add(make_gated_act(kernels, z, a, attended / 2, Activation::silu, {}, 0), {z}, a);
+  program.add(make_attention(kernels, y, z, heads, 1, 0.3f, shape.window, {}), {y}, z);
+  program.add(make_act(kernels, z, a, attended / 2, {Activation::silu, 0.0f, true}, {}, 0), {z}, a);
   program.add(make_add(kernels, a, a, b, attended / 2), {a, a}, b);
   program.add(make_select(b, a, attended / 2), {b}, a);
   const auto norm = numbers(static_cast<size_t>(attended / 2), 5);
@@ -104,7 +104,7 @@ void test_scatter(Isa isa) {
   const int out = program.add_buffer(5000);
   std::vector<int> ids;
   for (int j = 0; j < 2100; ++j) ids.push_back(2 * j + 3);
-  program.add(make_gated_act(op_kernels(isa), x, out, 2100, Activation::relu, ids, 5000), {x}, out);
+  program.add(make_act(op_kernels(isa), x, out, 2100, {Activation::relu, 0.0f, true}, ids, 5000), {x}, out);
   for (int row = 0; row < 3; ++row) {
     for (int i = 0; i < 2 * 2100; ++i) program.buffer(x)[row * padded(2 * 2100) + i] = 1.0f + static_cast<float>(i % 5);
     for (int i = 0; i < 5000; ++i) program.buffer(out)[row * padded(5000) + i] = 99.0f;

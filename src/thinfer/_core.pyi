@@ -189,6 +189,16 @@ class Program:
     def op_rms_norm(self, x: int, out: int, weight: NDArray[numpy.float32], eps: float) -> int:
         """out = x / rms(x) * weight [width]; out may be x."""
 
+    def op_layer_norm(
+        self, x: int, out: int, weight: NDArray[numpy.float32], bias: NDArray[numpy.float32], eps: float
+    ) -> int:
+        """
+        out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias [width]; out may be x.
+        """
+
+    def op_positions(self, source: RowSource, x: int, out: int, offset: int) -> int:
+        """out[r] = x[r] + source row positions[r] + offset; out may be x."""
+
     def op_head_norm(
         self,
         x: int,
@@ -215,7 +225,9 @@ class Program:
         head_dim: int,
     ) -> int:
         """
-        Rotate the query and key heads of q|k|v by position times inv_freq [head_dim / 2]; out may be x.
+        Rotate the query and key heads of q|k|v by position times inv_freq; out may be x.
+
+        inv_freq has up to head_dim / 2 entries: twice as many channels of a head turn, the rest pass.
         """
 
     def op_attention(
@@ -228,16 +240,24 @@ class Program:
         head_dim: int,
         scale: float,
         window: int | None = None,
+        slopes: Sequence[float] | None = None,
     ) -> int:
         """
         Write the rows' keys and values of q|k|v to the cache, then causal attention: out is heads * head_dim wide.
+
+        slopes: per head, times the distance to a key, is what its score loses (ALiBi).
         """
 
-    def op_gated_act(self, x: int, out: int, act: str, ids: Sequence[int] | None = None) -> int:
+    def op_gated_act(self, x: int, out: int, act: str, ids: Sequence[int] | None = None, threshold: float = 0.0) -> int:
         """
         out = act(gate) * up for x = gate|up; with ids (ascending) neuron j goes to column ids[j], the rest is 0.
 
-        act: silu, gelu, gelu_tanh or relu.
+        act: silu, gelu, gelu_tanh, relu, relu2, fatrelu (0 up to the threshold) or drelu (relu of both).
+        """
+
+    def op_act(self, x: int, out: int, act: str, ids: Sequence[int] | None = None, threshold: float = 0.0) -> int:
+        """
+        out = act(x); act, ids and threshold as in op_gated_act, but for drelu.
         """
 
     def op_add(self, a: int, b: int, out: int) -> int:
@@ -311,6 +331,18 @@ def embed(isa: str, table: NDArray[numpy.float32], tokens: NDArray[numpy.int32])
 def rms_norm(isa: str, x: NDArray[numpy.float32], weight: NDArray[numpy.float32], eps: float) -> NDArray[numpy.float32]:
     """The op rms_norm of kernels/rms_norm.py on the named instruction set."""
 
+def layer_norm(
+    isa: str, x: NDArray[numpy.float32], weight: NDArray[numpy.float32], bias: NDArray[numpy.float32], eps: float
+) -> NDArray[numpy.float32]:
+    """
+    The op layer_norm of kernels/layer_norm.py on the named instruction set.
+    """
+
+def positions(
+    isa: str, x: NDArray[numpy.float32], table: NDArray[numpy.float32], positions: NDArray[numpy.int32], offset: int
+) -> NDArray[numpy.float32]:
+    """The op positions of kernels/positions.py on the named instruction set."""
+
 def head_norm(
     isa: str,
     qkv: NDArray[numpy.float32],
@@ -348,6 +380,7 @@ def attention(
     head_dim: int,
     scale: float,
     window: int | None = None,
+    slopes: Sequence[float] | None = None,
     kv_type: str = "f32",
 ) -> NDArray[numpy.float32]:
     """
@@ -357,9 +390,24 @@ def attention(
     """
 
 def gated_act(
-    isa: str, gate_up: NDArray[numpy.float32], act: str, ids: Sequence[int] | None = None, width: int | None = None
+    isa: str,
+    gate_up: NDArray[numpy.float32],
+    act: str,
+    ids: Sequence[int] | None = None,
+    width: int | None = None,
+    threshold: float = 0.0,
 ) -> NDArray[numpy.float32]:
     """The op gated_act of kernels/gated_act.py on the named instruction set."""
+
+def act(
+    isa: str,
+    x: NDArray[numpy.float32],
+    act: str,
+    ids: Sequence[int] | None = None,
+    width: int | None = None,
+    threshold: float = 0.0,
+) -> NDArray[numpy.float32]:
+    """The op act of kernels/act.py on the named instruction set."""
 
 def add(isa: str, a: NDArray[numpy.float32], b: NDArray[numpy.float32]) -> NDArray[numpy.float32]:
     """The op add of kernels/add.py on the named instruction set."""

@@ -74,6 +74,20 @@ def test_whole_groups_need_no_scatter():
     assert split.buffers[act.output] == 48
 
 
+def test_an_ffn_without_a_gate_is_split_too():
+    nodes = (
+        Node("embed", (), "x", ("e",)),
+        Node("linear", ("x",), "up", ("u",), _linear("up", ("",))),
+        Node("act", ("up",), "act", (), {"act": "relu2"}),
+        Node("linear", ("act",), "down", ("d",), _linear("down", ("",))),
+    )
+    graph = Graph(nodes, {"x": HIDDEN, "up": NEURONS, "act": NEURONS, "down": HIDDEN}, "down")
+    split = split_ffn(graph, 0, [3, 70], column_groups={})
+    assert [node.op for node in split.nodes] == ["embed", *["linear", "act", "linear"] * 2, "add"]
+    assert split.buffers["up.split"] == split.buffers["act.split"] == 2
+    assert split.buffers["up.rest"] == NEURONS - 2
+
+
 def test_groups_without_a_kept_neuron_are_left_out():
     moved = [i for i in range(NEURONS) if i != 33]
     act, down = split_ffn(ffn_graph(), 0, moved, column_groups={"cpu": 32}).nodes[5:7]

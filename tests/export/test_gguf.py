@@ -1,6 +1,7 @@
 import json
 import os
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from models.sparse_kin import make_kin
 from models.tiny import GGUF_VARIANTS, variants
 from models.tiny_hf import hf_logits, make_model
 from text.conftest import TEXTS, sentencepiece_keys, train_byte_level, train_sentencepiece, write_gguf
@@ -23,12 +25,10 @@ from thinfer.text.pretokenizers import PRE_TOKENIZERS
 from thinfer.text.tokenizer import Tokenizer
 
 VOCAB = 640
+WRITTEN_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 # What GGUF's architectures have no key for.
 INEXPRESSIBLE = {
-    ("llama", "gelu"): "always has silu",
-    ("llama", "gelu_tanh"): "always has silu",
-    ("llama", "relu"): "always has silu",
     ("qwen2", "upper_window"): "one sliding window",
     ("qwen3", "layer_types"): "one sliding window",
 }
@@ -37,6 +37,11 @@ INEXPRESSIBLE = {
 def write_folder(folder: Path, model: Any, tokenizer: Any = None, **tokenizer_config: Any) -> Path:
     """A folder as transformers writes it, with a tokenizer of 606 tokens for 640 rows."""
     model.save_pretrained(folder)
+    return write_tokenizer(folder, tokenizer, **tokenizer_config)
+
+
+def write_tokenizer(folder: Path, tokenizer: Any = None, **tokenizer_config: Any) -> Path:
+    """The files of a tokenizer of 606 tokens."""
     (tokenizer or train_byte_level("llama-bpe")).save(str(folder / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(
@@ -56,7 +61,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("export") / "half", model)
 
 
-@pytest.mark.parametrize(("model_type", "variant"), variants())
+# The types that are written; of the others the folder is what thinfer reads.
+WRITTEN = [(model_type, variant) for model_type, variant in variants() if model_type in WRITTEN_TYPES]
+
+
+@pytest.mark.parametrize(("model_type", "variant"), WRITTEN)
 def test_the_file_is_the_same_model(tmp_path: Path, model_type: str, variant: str) -> None:
     model = make_model(model_type, variant, vocab_size=VOCAB)
     source = write_folder(tmp_path / "model", model)
@@ -69,7 +78,8 @@ def test_the_file_is_the_same_model(tmp_path: Path, model_type: str, variant: st
     report = export_gguf(source, out, "f32")
     original, written = load_model(open_checkpoint(source)), load_model(open_checkpoint(out))
     assert written.ignored == ()
-    assert report.architecture == written.config.model_type == model_type.replace("mistral", "llama")
+    arch = model_type.replace("mistral", "llama") if original.config.hidden_act == "silu" else "thinfer-llama"
+    assert report.architecture == written.config.model_type == arch
     # GGUF has these numbers as float32.
     assert written.config.rms_norm_eps == pytest.approx(original.config.rms_norm_eps, rel=1e-6)
     same = {"model_type": "x", "rope": original.config.rope, "rms_norm_eps": 1.0}
@@ -84,6 +94,36 @@ def test_the_file_is_the_same_model(tmp_path: Path, model_type: str, variant: st
         np.testing.assert_allclose(hf_logits(theirs.eval(), ids), hf_logits(model, ids), atol=2e-5)
     elif model_type != "qwen3" and variant not in ("dynamic", "full"):
         assert any("reader" in note or "readers" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("name", ["fatrelu", "drelu", "bamboo", "relufied_llama"])
+def test_sparse_llamas_say_their_activation(tmp_path: Path, name: str) -> None:
+    make_kin(name, tmp_path / "model", vocab_size=VOCAB)
+    write_tokenizer(tmp_path / "model")
+    report = export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f32")
+    original, written = (
+        load_model(open_checkpoint(tmp_path / "model")),
+        load_model(open_checkpoint(tmp_path / "m.gguf")),
+    )
+    assert report.architecture == "thinfer-llama"
+    assert any("only thinfer reads" in note for note in report.notes)
+    assert written.config.act_threshold == pytest.approx(original.config.act_threshold)
+    for field in ("hidden_act", "norm_act", "layer_windows"):
+        assert getattr(written.config, field) == getattr(original.config, field)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: make_kin("relufied_qwen2", folder, vocab_size=VOCAB), "relu after its norms"),
+        (lambda folder: make_model("opt", "tied", vocab_size=VOCAB).save_pretrained(folder), "opt are not written"),
+        (lambda folder: make_model("bloom", "tied", vocab_size=VOCAB).save_pretrained(folder), "bloom are not written"),
+    ],
+)
+def test_models_that_are_not_written(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:
+    make(tmp_path / "model")
+    with pytest.raises(UnsupportedError, match=message):
+        export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f32")
 
 
 @pytest.mark.parametrize(("kind", "error"), [("f32", 0.0), ("f16", 1e-3), ("q8_0", 1e-2), ("q4_0", 0.15)])

@@ -57,6 +57,40 @@ def test_model_facts(folder):
         model.weights.source("nothing.weight")
 
 
+def test_a_base_model_saved_alone_and_the_other_name_of_a_head(tmp_path):
+    model = make_model("gpt_neox", "quarter")
+    model.save_pretrained(tmp_path)
+    name = "embed_out.weight" if "embed_out.weight" in load_file(tmp_path / "model.safetensors") else "lm_head.weight"
+    other = {"embed_out.weight": "lm_head.weight", "lm_head.weight": "embed_out.weight"}[name]
+    bare = {k.removeprefix("gpt_neox."): v for k, v in load_file(tmp_path / "model.safetensors").items()}
+    bare[other] = bare.pop(name)
+    save_file(bare, tmp_path / "model.safetensors")
+    found = load(tmp_path)
+    assert found.ignored == ()
+    np.testing.assert_array_equal(found.weights.float32("embed_out.weight"), bare[other])
+    # Rows of q, k and v lie by head; the engine wants them one after the other.
+    fused = bare["layers.0.attention.query_key_value.bias"].reshape(4, 3, 16)
+    bias = found.weights.float32("gpt_neox.layers.0.attention.query_key_value.bias")
+    np.testing.assert_array_equal(bias, fused.swapaxes(0, 1).reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "variant", "fields", "message"),
+    [
+        ("opt", "tied", {"do_layer_norm_before": False}, "do_layer_norm_before"),
+        ("opt", "tied", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
+        ("bloom", "tied", {"apply_residual_connection_post_layernorm": True}, "apply_residual"),
+        ("falcon", "grouped", {"parallel_attn": False}, "parallel_attn"),
+        ("falcon", "old_mha", {"num_ln_in_parallel_attn": 2}, "two norms"),
+    ],
+)
+def test_unsupported_kin_are_named(tmp_path, model_type, variant, fields, message):
+    make_model(model_type, variant).save_pretrained(tmp_path)
+    edit_config(tmp_path, **fields)
+    with pytest.raises(UnsupportedError, match=message):
+        load(tmp_path)
+
+
 def test_missing_tensors_are_all_named(folder):
     edit_tensors(folder, lambda t: (t.pop("model.norm.weight"), t.pop("model.layers.1.mlp.up_proj.weight")))
     with pytest.raises(CheckpointError, match=r"2 tensors are missing: .*1\.mlp\.up_proj\.weight, model\.norm\.weight"):
@@ -90,7 +124,7 @@ def test_generation_config_says_where_text_ends(folder):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "mamba"}, r"model_type 'mamba' is not supported; supported: llama, mistral, qwen2, qwen3"),
+        ({"model_type": "mamba"}, r"model_type 'mamba' is not supported; supported: bamboo, .*, llama, mistral, .*"),
         ({"hidden_act": "quick_gelu"}, r"quick_gelu.*silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
@@ -176,13 +210,13 @@ def test_an_absurd_number_of_layers_is_refused(tmp_path):
 
 def test_unknown_gguf_architecture_lists_the_known_ones(tmp_path):
     path = tmp_path / "model.gguf"
-    writer = gguf.GGUFWriter(path, "bloom")
+    writer = gguf.GGUFWriter(path, "mpt")
     writer.add_tensor("token_embd.weight", np.zeros((2, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UnsupportedError, match=r"'bloom' is not supported; supported: llama, qwen2, qwen3"):
+    with pytest.raises(UnsupportedError, match=r"'mpt' is not supported; supported: bloom, .*, thinfer-llama"):
         load(path)
 
 

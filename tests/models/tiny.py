@@ -28,6 +28,8 @@ TINY: dict[str, dict[str, dict[str, Any]]] = {
         "gelu": {"hidden_act": "gelu"},
         "gelu_tanh": {"hidden_act": "gelu_pytorch_tanh"},
         "relu": {"hidden_act": "relu"},
+        "relu2": {"hidden_act": "relu2"},
+        "gelu_new": {"hidden_act": "gelu_new"},
         "theta": {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},
         # More layers than ten, in which a sorted list of names is not in order.
         "deep": {"num_hidden_layers": 12},
@@ -47,6 +49,41 @@ TINY: dict[str, dict[str, dict[str, Any]]] = {
         "yarn": {"rope_parameters": YARN},
         "yarn_attention_factor": {"rope_parameters": {**YARN, "attention_factor": 0.8}},
         "yarn_mscale": {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16}},
+    },
+    "opt": {
+        "tied": {"ffn_dim": 96},
+        "untied": {"ffn_dim": 96, "tie_word_embeddings": False},
+        "gelu_no_biases": {"ffn_dim": 96, "activation_function": "gelu", "enable_bias": False},
+    },
+    "bloom": {
+        "tied": {"n_head": 4},
+        # More heads than a power of two, which take every other slope of the next.
+        "heads": {"n_head": 6, "hidden_size": 96},
+        "deep": {"n_head": 4, "n_layer": 12},
+    },
+    "falcon": {
+        "multi_query": {},
+        "old_mha": {"multi_query": False},
+        "sequential": {"multi_query": False, "parallel_attn": False, "bias": True},
+        "alibi": {"multi_query": False, "parallel_attn": False, "alibi": True},
+        "grouped": {"new_decoder_architecture": True, "num_kv_heads": 2},
+        "grouped_one_norm": {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        "relu": {"new_decoder_architecture": True, "num_kv_heads": 2, "activation": "relu"},
+        "untied": {"tie_word_embeddings": False, "ffn_hidden_size": 128},
+    },
+    "gpt_neox": {
+        "quarter": {},
+        "sequential": {"use_parallel_residual": False},
+        "whole": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
+        "no_biases": {"attention_bias": False, "hidden_act": "gelu_fast"},
+        "tied": {"tie_word_embeddings": True},
+    },
+    "nemotron": {
+        "half": {},
+        "head_dim": {"head_dim": 32},
+        "biases": {"attention_bias": True, "mlp_bias": True},
+        "relu": {"hidden_act": "relu"},
+        "tied": {"tie_word_embeddings": True},
     },
     "mistral": {
         "full": {"sliding_window": None},
@@ -84,6 +121,24 @@ GGUF_VARIANTS = [
     ("qwen2", "untied"),
     ("qwen3", "head_dim"),
     ("qwen3", "tied"),
+    ("bloom", "tied"),
+    ("bloom", "heads"),
+    ("falcon", "multi_query"),
+    ("falcon", "grouped"),
+    ("falcon", "grouped_one_norm"),
+    ("gpt_neox", "quarter"),
+    ("gpt_neox", "sequential"),
+    ("nemotron", "half"),
+    ("nemotron", "biases"),
+]
+
+# GGUF files of models that transformers' reader does not know or does not read right.
+NO_READER = [
+    ("falcon", "grouped"),
+    ("falcon", "grouped_one_norm"),
+    ("gpt_neox", "quarter"),
+    ("gpt_neox", "sequential"),
+    ("nemotron", "biases"),
 ]
 
 

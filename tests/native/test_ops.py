@@ -5,6 +5,8 @@ import importlib
 import numpy as np
 import pytest
 
+from thinfer.core.graph import OPS
+
 _core = pytest.importorskip("thinfer._core")
 
 
@@ -16,6 +18,8 @@ def arguments(name, rng):
     norms = {"q_norm": qkv[0, :10].copy(), "k_norm": qkv[1, :10].copy()}
     return {
         "rms_norm": {"x": x, "weight": x[0].copy(), "eps": 1e-6},
+        "layer_norm": {"x": x, "weight": x[0].copy(), "bias": x[1].copy(), "eps": 1e-6},
+        "positions": {"x": x, "table": x[:20].copy(), "positions": np.arange(rows, dtype=np.int32) % 18, "offset": 2},
         "head_norm": {"qkv": qkv, **norms, "eps": 1e-6, **heads},
         "rope": {
             "qkv": qkv,
@@ -24,17 +28,37 @@ def arguments(name, rng):
             "attention_factor": 1.1,
             **heads,
         },
+        "part_rope": {
+            "qkv": qkv,
+            "positions": np.arange(rows, dtype=np.int32),
+            "inv_freq": [1.0, 0.1, 0.01],
+            "attention_factor": 1.0,
+            **heads,
+        },
         "silu": {"gate_up": np.hstack([x, x]) * 8, "act": "silu"},
         "gelu": {"gate_up": np.hstack([x, x]) * 8, "act": "gelu"},
         "gelu_tanh": {"gate_up": np.hstack([x, x]) * 8, "act": "gelu_tanh"},
         "relu": {"gate_up": np.hstack([x, x]), "act": "relu"},
+        "drelu": {"gate_up": np.hstack([x, -x]), "act": "drelu"},
+        "act_relu2": {"x": x, "act": "relu2"},
+        "act_fatrelu": {"x": x, "act": "fatrelu", "threshold": 0.3},
+        "act_gelu": {"x": x * 8, "act": "gelu"},
         "add": {"a": x, "b": x[::-1].copy()},
     }[name]
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "head_norm", "rope", "silu", "gelu", "gelu_tanh", "relu", "add"])
+FUNCTIONS = {"part_rope": "rope", "act_relu2": "act", "act_fatrelu": "act", "act_gelu": "act"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("rms_norm", "layer_norm", "positions", "head_norm", "rope", "part_rope", "silu", "gelu", "gelu_tanh", "relu"),
+        *("drelu", "act_relu2", "act_fatrelu", "act_gelu", "add"),
+    ],
+)
 def test_same_bits_on_every_instruction_set_and_row_by_row(isa, name):
-    function = getattr(_core, name, _core.gated_act)
+    function = getattr(_core, FUNCTIONS.get(name, name), _core.gated_act)
     args = arguments(name, np.random.default_rng(0))
     expected = function("scalar", **args)
     actual = function(isa, **args)
@@ -62,5 +86,5 @@ def test_exponential_over_its_whole_range(isa):
 
 
 def test_every_kernel_function_has_a_reference():
-    for name in ("embed", "rms_norm", "head_norm", "rope", "attention", "gated_act", "add", "select"):
+    for name in OPS:
         assert importlib.import_module(f"thinfer.kernels.{name}").native

@@ -77,6 +77,12 @@ def test_wrong_types_are_refused(program):
         program.run(0, 3, **batch())
 
 
+def test_a_position_without_a_row_of_the_table_is_refused(program):
+    program.op_positions(_core.Float32Rows(np.ones((5, 6), np.float32)), 0, 0, 2)
+    with pytest.raises(ValueError, match="past the model's 3 learned positions"):
+        program.run(0, 3, **batch(positions=np.array([2, 3], np.int32)))
+
+
 def test_ops_that_do_not_fit_are_refused(program):
     wide = program.add_buffer(7)
     ones = np.ones(6, np.float32)
@@ -86,7 +92,15 @@ def test_ops_that_do_not_fit_are_refused(program):
         lambda: program.op_add(0, 0, 99),
         lambda: program.op_add(-1, 0, 0),
         lambda: program.op_rms_norm(0, 0, ones[:5], 1e-5),
+        lambda: program.op_layer_norm(0, 0, ones[:5], ones, 1e-5),
+        lambda: program.op_layer_norm(0, 0, ones, ones[:5], 1e-5),
+        lambda: program.op_positions(_core.Float32Rows(np.ones((2, 5), np.float32)), 0, 0, 0),
+        lambda: program.op_positions(_core.Float32Rows(np.ones((2, 6), np.float32)), 0, 0, 2),
+        lambda: program.op_act(0, program.add_buffer(6), "drelu"),
+        lambda: program.op_act(0, 0, "relu"),
+        lambda: program.op_attention(0, 1, 0, 1, 1, 2, 1.0, None, [0.5, 0.5]),
         lambda: program.op_rope(0, 0, [1.0, 1.0], 1.0, 1, 1, 2),
+        lambda: program.op_rope(0, 0, [], 1.0, 1, 1, 2),
         lambda: program.op_rope(wide, wide, [1.0], 1.0, 1, 1, 2),
         lambda: program.op_attention(0, 1, 1, 1, 1, 2, 1.0),
         lambda: program.op_attention(0, 1, 0, 1, 1, 2, 1.0, 0),

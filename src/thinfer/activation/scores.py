@@ -23,7 +23,7 @@ from thinfer.models.loader import Model
 
 Float32 = NDArray[np.float32]
 Method = Literal["teal", "wina"]
-BLOCK_KINDS = ("qkv", "o", "gate_up", "down")
+BLOCK_KINDS = ("qkv", "o", "gate_up", "up", "down")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Site:
 
     Attributes:
         name: such as "layers.3.qkv".
-        kind: qkv, o, gate_up or down.
+        kind: qkv, o, gate_up (without a gate up) or down.
         layer: index of the block.
         weights: names of the matrices that share the input.
         channels: width of the input.

@@ -14,8 +14,9 @@ MAX_SIZE = (1 << 31) - 1
 class Rope:
     """Rotary position embedding with every static scaling already applied.
 
-    `inv_freq` holds head_dim/2 angular frequencies in radians per position; cos and sin are multiplied by
-    `attention_factor` (yarn), which is 1 for all other kinds.
+    `inv_freq` holds angular frequencies in radians per position: head_dim/2, fewer where only the first channels of a
+    head turn, none without rotary positions. cos and sin are multiplied by `attention_factor` (yarn), which is 1 for
+    all other kinds.
 
     Example: `Rope(inv_freq=(1.0, 0.01))` rotates heads of width 4.
     """
@@ -31,6 +32,9 @@ class ModelConfig:
     `layer_windows[i]` is the sliding window of layer i in positions (the query's own included), None for full
     attention; `sliding_window` is the model's one value, for display. `attention_bias` means biases on q, k and v;
     `output_bias` one on o; `mlp_bias` on gate, up and down. `qk_norm` means RMS norms over each q and k head.
+    `rms_norm_eps` is the epsilon of layer norms too, to whose weights `norm_offset` is added; `norm_act` is the
+    activation after a block's norms, if any. `act_threshold` is what fatrelu drops up to. With `parallel_residual`
+    attention and FFN read the same x, with `shared_norm` even its same norm; `alibi` biases scores by distance.
     """
 
     model_type: str
@@ -52,6 +56,12 @@ class ModelConfig:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    act_threshold: float = 0.0
+    norm_act: str = ""
+    norm_offset: float = 0.0
+    parallel_residual: bool = False
+    shared_norm: bool = False
+    alibi: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 

@@ -3,17 +3,20 @@
 Buffers have single assignment: each name is written by one node. Their rows are the rows of the batch, but after
 `select` only those whose logits are wanted. An executor may run any node; `Node.executor` says which one does.
 
-Ops and attributes (kernels/<op>.py has the equations):
+Ops and attributes, after a semicolon those that may be absent (kernels/<op>.py has the equations):
 
 | op | inputs | weights | attrs |
 |---|---|---|---|
 | embed | | token table | |
+| positions | x | position table | offset |
 | rms_norm | x | w | eps |
+| layer_norm | x | w, b or nothing | eps, offset (added to w) |
 | linear | x | w1..wn, fused along outputs | site, kind, layer, biases; rows, columns (see `split_ffn`) |
 | head_norm | qkv | q_norm, k_norm | eps, heads, kv_heads, head_dim |
 | rope | qkv | | heads, kv_heads, head_dim, inv_freq, attention_factor |
-| attention | qkv | | layer, heads, kv_heads, head_dim, scale, window |
-| gated_act | gate_up | | act; ids, width (see `split_ffn`) |
+| attention | qkv | | layer, heads, kv_heads, head_dim, scale, window; slopes |
+| gated_act | gate_up | | act; threshold; ids, width (see `split_ffn`) |
+| act | up | | act; threshold; ids, width (see `split_ffn`) |
 | add | a, b | | |
 | select | x | | |
 """
@@ -26,9 +29,24 @@ from typing import Any
 
 from thinfer.errors import UsageError
 
-OPS = ("embed", "rms_norm", "linear", "head_norm", "rope", "attention", "gated_act", "add", "select")
+OPS = (
+    "embed",
+    "positions",
+    "rms_norm",
+    "layer_norm",
+    "linear",
+    "head_norm",
+    "rope",
+    "attention",
+    "gated_act",
+    "act",
+    "add",
+    "select",
+)
 
-LINEAR_KINDS = ("qkv", "o", "gate_up", "down", "lm_head")
+# An FFN without a gate has up in the place of gate_up.
+LINEAR_KINDS = ("qkv", "o", "gate_up", "up", "down", "lm_head")
+_FFN_STARTS = ("gate_up", "up")
 
 # Quantised blocks run along the input, 256 at the most, so this executor takes whole aligned groups of columns.
 COLUMN_GROUPS: Mapping[str, int] = {"cpu": 256}
@@ -106,26 +124,28 @@ def split_ffn(
 ) -> Graph:
     """Split one layer's FFN by neuron ids: `neuron_ids` run on `executor`, the others where they ran; an add joins.
 
-    Each branch is gate_up -> gated_act -> down with these attributes, which every executor understands:
+    Each branch is gate_up -> gated_act -> down (without a gate: up -> act -> down) with these attributes, which every
+    executor understands:
 
-    * gate_up linear, `rows`: ascending neuron ids kept of *each* fused weight (and bias); output width 2*len(rows).
+    * first linear, `rows`: ascending neuron ids kept of *each* fused weight (and bias), which is its output width.
     * down linear, `columns`: for each column of its input buffer the column of the weight it meets.
-    * gated_act, `ids` and `width`: neuron j of its input goes to column ids[j] of a zeroed buffer of that width.
+    * activation, `ids` and `width`: neuron j of its input goes to column ids[j] of a zeroed buffer of that width.
 
     An executor with a group width in `column_groups` gets `columns` made of whole aligned groups of that many columns
     (all groups that hold a kept neuron), and `ids` scatter the neurons into them, so packed blocks stay whole; other
-    executors get `columns == rows` and a gated_act without ids. The branch of `neuron_ids` comes first and the down
+    executors get `columns == rows` and an activation without ids. The branch of `neuron_ids` comes first and the down
     bias stays with the other one. Raises UsageError when the layer has no whole FFN or ids are not distinct, in
     range, and some but not all of the neurons.
 
     Example: `split_ffn(model.graph, 0, range(256))`.
     """
-    start = next((i for i, n in enumerate(graph.nodes) if _is_linear(n, "gate_up", layer)), None)
+    starts = (i for i, n in enumerate(graph.nodes) if any(_is_linear(n, kind, layer) for kind in _FFN_STARTS))
+    start = next(starts, None)
     if start is None or "rows" in graph.nodes[start].attrs:
-        raise UsageError(f"split_ffn: layer {layer} has no whole gate_up linear")
+        raise UsageError(f"split_ffn: layer {layer} has no whole {' or '.join(_FFN_STARTS)} linear")
     gate_up, act, down = graph.nodes[start : start + 3]
-    if act.op != "gated_act" or not _is_linear(down, "down", layer):
-        raise UsageError(f"split_ffn: layer {layer} is not gate_up -> gated_act -> down")
+    if act.op not in ("gated_act", "act") or not _is_linear(down, "down", layer):
+        raise UsageError(f"split_ffn: layer {layer} is not linear -> activation -> down")
     neurons = graph.buffers[act.output]
     moved = sorted(set(neuron_ids))
     if len(moved) != len(neuron_ids) or not moved or len(moved) == neurons or moved[0] < 0 or moved[-1] >= neurons:
@@ -163,7 +183,7 @@ def _branch(
     if columns != ids:
         position = {c: p for p, c in enumerate(columns)}
         act_attrs |= {"ids": tuple(position[i] for i in ids), "width": len(columns)}
-    buffers |= {names[0]: 2 * len(ids), names[1]: len(columns), names[2]: buffers[down.output]}
+    buffers |= {names[0]: len(gate_up.weights) * len(ids), names[1]: len(columns), names[2]: buffers[down.output]}
     return (
         replace(gate_up, output=names[0], attrs={**gate_up.attrs, "rows": tuple(ids)}, executor=executor),
         replace(act, inputs=(names[0],), output=names[1], attrs=act_attrs, executor=executor),

@@ -27,9 +27,8 @@ from thinfer.engine.layout_choice import (
 from thinfer.engine.options import EngineOptions
 from thinfer.engine.plan import LinearShape, MatrixPlan, Skipped, assign_buffers, plan_linear
 from thinfer.errors import UnsupportedError, UsageError
+from thinfer.kernels.act import native_name
 from thinfer.models.loader import Model, WeightSource
-
-_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +282,12 @@ class CpuExecutor:
         heads = {key: attrs[key] for key in ("heads", "kv_heads", "head_dim") if key in attrs}
         if node.op == "embed":
             return program.op_embed(self._row_source(node.weights[0]), out)
+        if node.op == "positions":
+            return program.op_positions(self._row_source(node.weights[0]), inputs[0], out, attrs["offset"])
+        if node.op == "layer_norm":
+            weight = self._vector(node.weights[0]) + np.float32(attrs["offset"])
+            bias = self._vector(node.weights[1]) if len(node.weights) > 1 else np.zeros_like(weight)
+            return program.op_layer_norm(inputs[0], out, weight, bias, attrs["eps"])
         if node.op == "rms_norm":
             return program.op_rms_norm(inputs[0], out, self._vector(node.weights[0]), attrs["eps"])
         if node.op == "linear":
@@ -294,15 +299,18 @@ class CpuExecutor:
             return program.op_rope(inputs[0], out, attrs["inv_freq"], attrs["attention_factor"], **heads)
         if node.op == "attention":
             return program.op_attention(
-                inputs[0], out, attrs["layer"], scale=attrs["scale"], window=attrs["window"], **heads
+                inputs[0],
+                out,
+                attrs["layer"],
+                scale=attrs["scale"],
+                window=attrs["window"],
+                slopes=attrs.get("slopes"),
+                **heads,
             )
-        if node.op == "gated_act":
-            if attrs["act"] not in _ACTIVATIONS:
-                raise UnsupportedError(
-                    f"activation {attrs['act']!r} is not built; built are {', '.join(sorted(_ACTIVATIONS))}"
-                )
-            ids = attrs.get("ids")
-            return program.op_gated_act(inputs[0], out, _ACTIVATIONS[attrs["act"]], None if ids is None else list(ids))
+        if node.op in ("gated_act", "act"):
+            ids = None if "ids" not in attrs else list(attrs["ids"])
+            add = program.op_gated_act if node.op == "gated_act" else program.op_act
+            return add(inputs[0], out, native_name(attrs["act"]), ids, attrs.get("threshold", 0.0))
         if node.op == "add":
             return program.op_add(inputs[0], inputs[1], out)
         if node.op == "select":

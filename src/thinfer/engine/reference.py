@@ -12,7 +12,20 @@ from thinfer.engine.batch import Batch
 from thinfer.engine.executor import Float32, LinearCount, Observe
 from thinfer.engine.kv_cache import KvLayout
 from thinfer.errors import UsageError
-from thinfer.kernels import add, attention, embed, gated_act, head_norm, linear, rms_norm, rope, select
+from thinfer.kernels import (
+    act,
+    add,
+    attention,
+    embed,
+    gated_act,
+    head_norm,
+    layer_norm,
+    linear,
+    positions,
+    rms_norm,
+    rope,
+    select,
+)
 from thinfer.models.loader import Model
 
 
@@ -107,6 +120,12 @@ class ReferenceExecutor:
         attrs = node.attrs
         if node.op == "embed":
             return embed.reference(self._weight(node.weights[0]), batch.tokens)
+        if node.op == "positions":
+            return positions.reference(inputs[0], self._weight(node.weights[0]), batch.positions, attrs["offset"])
+        if node.op == "layer_norm":
+            weight = self._weight(node.weights[0]) + np.float32(attrs["offset"])
+            bias = self._weight(node.weights[1]) if len(node.weights) > 1 else np.zeros_like(weight)
+            return layer_norm.reference(inputs[0], weight, bias, attrs["eps"])
         if node.op == "rms_norm":
             return rms_norm.reference(inputs[0], self._weight(node.weights[0]), attrs["eps"])
         if node.op == "linear":
@@ -120,6 +139,8 @@ class ReferenceExecutor:
             return self._attention(node, inputs[0], batch)
         if node.op == "gated_act":
             return gated_act.reference(inputs[0], **attrs)
+        if node.op == "act":
+            return act.reference(inputs[0], **attrs)
         if node.op == "add":
             return add.reference(*inputs)
         return select.reference(inputs[0], batch.out_rows)

@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from thinfer.core.config import ModelConfig
 from thinfer.errors import ResourceError, UnsupportedError, UsageError
 from thinfer.export.encode import TYPES, Encoded, encode_rows, row_bytes
-from thinfer.export.gguf_keys import ROPE_FACTORS, architecture_keys, reader_notes, require_uniform, rope_factors
+from thinfer.export.gguf_keys import (
+    ROPE_FACTORS,
+    architecture_keys,
+    architecture_name,
+    reader_notes,
+    require_uniform,
+    rope_factors,
+)
 from thinfer.export.gguf_vocab import compare, tokenizer_keys
 from thinfer.formats.checkpoint import open_checkpoint
 from thinfer.formats.floats import FLOATS, widen
@@ -86,7 +93,8 @@ def export_gguf(
     time.
 
     Args:
-        model: A Hugging Face folder or hub id of a supported architecture with silu and one width for all layers.
+        model: A Hugging Face folder or hub id of a llama, qwen2 or qwen3 with one width for all layers. A llama
+            with another activation than SiLU becomes a `thinfer-llama`, which only thinfer reads.
         out: The file to write, named .gguf; replaced if it exists.
         kind: One of `TYPES`.
         progress: Told which tensor is written.
@@ -108,7 +116,7 @@ def export_gguf(
             raise UnsupportedError(f"{checkpoint.path} is a GGUF file; export reads Hugging Face folders")
         require_uniform(checkpoint)
         loaded = load_model(checkpoint)
-        arch = find_architecture(checkpoint).GGUF_ARCHS[0]
+        arch = architecture_name(loaded.config, find_architecture(checkpoint).GGUF_ARCHS)
         with _appears_whole(out) as part:
             tensors = _write(loaded, arch, part, kind, progress)
             progress("reading it back")
@@ -265,13 +273,15 @@ def _require_same_config(model: Model, written: Model) -> None:
     names = [
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
         "head_dim", "hidden_act", "vocab_size", "max_position_embeddings", "layer_windows", "tie_word_embeddings",
-        "attention_bias", "output_bias", "mlp_bias", "qk_norm",
+        "attention_bias", "output_bias", "mlp_bias", "qk_norm", "norm_act",
     ]  # fmt: skip
     differ = [name for name in names if getattr(model.config, name) != getattr(written.config, name)]
     ours, theirs = model.config.rope, written.config.rope
     expected, found = (np.array([*rope.inv_freq, rope.attention_factor]) for rope in (ours, theirs))
     if not np.allclose(expected, found, rtol=1e-5, atol=0):
         differ.append("rope")
+    if not math.isclose(model.config.act_threshold, written.config.act_threshold, rel_tol=1e-6):
+        differ.append("act_threshold")
     if differ:
         raise UnsupportedError(
             f"{model.checkpoint.path}: GGUF cannot express this configuration: {', '.join(differ)} would be read back"

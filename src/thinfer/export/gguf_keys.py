@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 from thinfer.core.config import ModelConfig
 from thinfer.errors import UnsupportedError
 from thinfer.formats.checkpoint import Checkpoint
+from thinfer.models.gguf_config import SPARSE_LLAMA
 from thinfer.models.rope import default_frequencies
 
 ROPE_FACTORS = "rope_freqs.weight"
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _QWEN3_HEAD_DIM = 128
+_WRITTEN = ("llama", "qwen2", "qwen3")
 _WIDTHS = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
 
@@ -45,6 +47,29 @@ def require_uniform(checkpoint: Checkpoint) -> None:
         )
 
 
+def architecture_name(config: ModelConfig, archs: Sequence[str]) -> str:
+    """GGUF's name for a model: the first of its architecture's, or the one with a key for its activation.
+
+    Raises:
+        UnsupportedError: The architecture is not written here, or has no such name and the model needs it.
+
+    Example:
+        >>> architecture_name(config, ("llama", "thinfer-llama"))  # a ReLU model  # doctest: +SKIP
+        'thinfer-llama'
+    """
+    if not archs or archs[0] not in _WRITTEN:
+        raise UnsupportedError(
+            f"models of type {config.model_type} are not written as GGUF, only {', '.join(_WRITTEN)}; thinfer runs the"
+            " Hugging Face folder as it is"
+        )
+    if config.hidden_act == "silu" and not config.norm_act:
+        return archs[0]
+    if SPARSE_LLAMA not in archs:
+        found = f"{config.hidden_act} after its norms" if config.norm_act else config.hidden_act
+        raise UnsupportedError(f"GGUF architecture {archs[0]} always has silu, the model has {found}")
+    return SPARSE_LLAMA
+
+
 def architecture_keys(config: ModelConfig, arch: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The keys below ``arch`` that say what the model is, without the prefix; whole numbers are int.
 
@@ -60,8 +85,6 @@ def architecture_keys(config: ModelConfig, arch: str, metadata: Mapping[str, Any
         >>> architecture_keys(config, "llama", {})["block_count"]  # doctest: +SKIP
         30
     """
-    if config.hidden_act != "silu":
-        raise UnsupportedError(f"GGUF architecture {arch} always has silu, the model has {config.hidden_act}")
     if len(set(config.layer_windows)) > 1:
         raise UnsupportedError(f"GGUF architecture {arch} has one sliding window for all layers, the model several")
     scaling = _scaling(metadata)
@@ -82,6 +105,10 @@ def architecture_keys(config: ModelConfig, arch: str, metadata: Mapping[str, Any
     window = config.layer_windows[0] if config.layer_windows else None
     if window is not None:
         keys["attention.sliding_window"] = window
+    if arch == SPARSE_LLAMA:
+        keys["activation"] = config.hidden_act
+        keys |= {"activation_threshold": config.act_threshold} if config.act_threshold else {}
+        keys |= {"norm_activation": config.norm_act} if config.norm_act else {}
     return keys | _scaling_keys(config, scaling)
 
 
@@ -94,7 +121,7 @@ def rope_factors(config: ModelConfig, arch: str, metadata: Mapping[str, Any]) ->
     scaling = _scaling(metadata)
     if _kind(scaling) != "llama3":
         return None
-    if arch != "llama":
+    if arch not in ("llama", SPARSE_LLAMA):
         raise UnsupportedError(f"GGUF architecture {arch} has no rope scaling 'llama3'")
     theta = float(scaling.get("rope_theta") or metadata.get("rope_theta") or 10000.0)
     inv_freq = np.asarray(config.rope.inv_freq, np.float32)
@@ -105,6 +132,8 @@ def rope_factors(config: ModelConfig, arch: str, metadata: Mapping[str, Any]) ->
 def reader_notes(config: ModelConfig, arch: str, metadata: Mapping[str, Any]) -> list[str]:
     """What some readers of the file are known to leave out."""
     notes = []
+    if arch == SPARSE_LLAMA:
+        notes.append(f"only thinfer reads {arch}: GGUF's llama has no key for the activation {config.hidden_act}")
     window = config.layer_windows[0] if config.layer_windows else None
     if window is not None:
         notes.append(f"only thinfer keeps the sliding window of {window}; other readers differ in longer texts")

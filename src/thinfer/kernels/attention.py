@@ -3,13 +3,14 @@
 Rows first write their k and v at slot block_table[sequence, position // B] · B + position % B; then for each row t
 and head h with g = h // (heads / kv_heads): y[t, h] = Σ_p softmax_p(scale · q[t, h] · k[p, g]) v[p, g], over the
 positions p of the row's sequence with position[t] - window < p <= position[t] (no lower bound without a window).
+With slopes, slopes[h] · (p - position[t]) is added to a score (ALiBi, arxiv 2108.12409).
 
 qkv [M, (heads + 2 kv_heads) d] -> y [M, heads · d]; keys and values [blocks, B, kv_heads, d] are changed in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ def reference(
     head_dim: int,
     scale: float,
     window: int | None,
+    slopes: Sequence[float] | None = None,
 ) -> Float32:
     """Attend row by row, so that a row's result does not depend on the others' number."""
     rows, block = len(qkv), keys.shape[1]
@@ -39,6 +41,7 @@ def reference(
     keys[blocks, positions % block] = split[:, heads : heads + kv_heads]
     values[blocks, positions % block] = split[:, heads + kv_heads :]
 
+    slope = None if slopes is None else np.asarray(slopes, np.float32).reshape(kv_heads, -1, 1)
     y = np.empty((rows, kv_heads, heads // kv_heads, head_dim), np.float32)
     for s in np.unique(sequence):
         members = np.flatnonzero(sequence == s)
@@ -49,6 +52,8 @@ def reference(
             last = int(positions[t]) + 1
             first = 0 if window is None else max(0, last - window)
             scores = np.float32(scale) * (queries[t] @ k[:, first:last].swapaxes(1, 2))
+            if slope is not None:
+                scores += slope * np.arange(first - last + 1, 1, dtype=np.float32)
             scores = np.exp(scores - scores.max(axis=-1, keepdims=True))
             y[t] = (scores / scores.sum(axis=-1, keepdims=True)) @ np.ascontiguousarray(v[:, first:last])
     return y.reshape(rows, heads * head_dim)
@@ -63,7 +68,7 @@ def native(isa: str, qkv: Float32, **args: Any) -> Float32:
 
 
 def cases(rng: np.random.Generator) -> Iterator[Case]:
-    """Prefill, decode over full blocks, two sequences at once, windows shorter and longer than the context, NaN."""
+    """Prefill, decode over full blocks, two sequences, windows shorter and longer than the context, ALiBi, NaN."""
     # name, sequences as (rows, first position), heads, kv_heads, head_dim, window
     shapes = (
         ("first_token", [(1, 0)], 4, 4, 16, None),
@@ -78,6 +83,9 @@ def cases(rng: np.random.Generator) -> Iterator[Case]:
     )
     for name, members, heads, kv_heads, d, window in shapes:
         yield Case(name, _arguments(rng, members, heads=heads, kv_heads=kv_heads, head_dim=d, window=window), 2e-6)
+    for name, members, window in (("alibi", [(3, 62), (2, 200)], None), ("alibi_window", [(2, 90)], 17)):
+        args = _arguments(rng, members, heads=6, kv_heads=2, head_dim=16, window=window)
+        yield Case(name, {**args, "slopes": (0.5, 0.25, 0.125, 0.0625, 0.7, 0.0)}, 4e-6)
     args = _arguments(rng, [(2, 9), (1, 4)], heads=4, kv_heads=2, head_dim=16, window=None)
     args["qkv"][1, 0] = np.nan
     yield Case("nan_query", args, 2e-6)

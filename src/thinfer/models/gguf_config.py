@@ -15,6 +15,12 @@ from thinfer.models.rope import make_rope
 
 _ROPE_FACTORS = "rope_freqs.weight"
 
+RMS_NORM_EPSILON = "attention.layer_norm_rms_epsilon"
+LAYER_NORM_EPSILON = "attention.layer_norm_epsilon"
+
+SPARSE_LLAMA = "thinfer-llama"
+"""Architecture of a llama with another activation than SiLU, which the key `thinfer-llama.activation` names."""
+
 
 class Keys:
     """Typed access to `{arch}.*` keys of a GGUF file."""
@@ -40,6 +46,20 @@ class Keys:
             raise CheckpointError(f"GGUF key {self.arch}.{name} must be a whole number from 1 to {most}, not {value:g}")
         return int(value)
 
+    def text(self, name: str, default: str | None = None) -> str:
+        """A string; `default` where the key is absent."""
+        value: object = self.metadata.get(f"{self.arch}.{name}", default)
+        if not isinstance(value, str):
+            raise CheckpointError(f"GGUF key {self.arch}.{name} must be a string, not {value!r}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false; `default` where the key is absent."""
+        value: object = self.metadata.get(f"{self.arch}.{name}", default)
+        if not isinstance(value, (bool, np.bool_)):
+            raise CheckpointError(f"GGUF key {self.arch}.{name} must be true or false, not {value!r}")
+        return bool(value)
+
     def token(self, name: str) -> int | None:
         """The token id of tokenizer.ggml.{name}, or None."""
         value = self.metadata.get(f"tokenizer.ggml.{name}")
@@ -48,11 +68,14 @@ class Keys:
         return value
 
 
-def config_from_gguf(checkpoint: Checkpoint, **given: Any) -> ModelConfig:
+def config_from_gguf(
+    checkpoint: Checkpoint, *, epsilon: str = RMS_NORM_EPSILON, partial_rotary: bool = False, **given: Any
+) -> ModelConfig:
     """The ModelConfig of a GGUF file; `given` are the fields that an architecture sets itself.
 
-    Biases and a separate head are there when their tensors are. Raises CheckpointError for missing or impossible
-    keys, UnsupportedError for features that are not built.
+    `epsilon` names the key of the norms', and `partial_rotary` says that heads may turn in part. Biases and a separate
+    head are there when their tensors are. Raises CheckpointError for missing or impossible keys, UnsupportedError for
+    features that are not built.
     """
     keys = Keys(checkpoint)
     tensors = checkpoint.tensors
@@ -64,8 +87,12 @@ def config_from_gguf(checkpoint: Checkpoint, **given: Any) -> ModelConfig:
     if heads % kv_heads:
         raise CheckpointError(f"{keys.arch}: {heads} attention heads are not a multiple of {kv_heads} key-value heads")
     head_dim = keys.integer("attention.key_length", hidden // heads)
-    for name in ("attention.value_length", "rope.dimension_count"):
-        if keys.integer(name, head_dim) != head_dim:
+    turned = keys.integer("rope.dimension_count", head_dim)
+    widths = {"attention.value_length": keys.integer("attention.value_length", head_dim)}
+    if not (partial_rotary and turned < head_dim):
+        widths["rope.dimension_count"] = turned
+    for name, width in widths.items():
+        if width != head_dim:
             raise UnsupportedError(f"GGUF key {keys.arch}.{name} differs from the head width {head_dim}: not supported")
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
@@ -83,16 +110,16 @@ def config_from_gguf(checkpoint: Checkpoint, **given: Any) -> ModelConfig:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
+        "rms_norm_eps": keys.number(epsilon),
         "vocab_size": embedding.shape[0],
         "max_position_embeddings": max_positions,
-        "rope": rope_from_gguf(checkpoint, keys, head_dim, max_positions),
+        "rope": given["rope"] if "rope" in given else rope_from_gguf(checkpoint, keys, turned, max_positions),
         "sliding_window": window,
         "layer_windows": (window,) * layers,
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
         "output_bias": "blk.0.attn_output.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_gate.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
         "bos_token_id": keys.token("bos_token_id"),
         "eos_token_ids": tuple(dict.fromkeys(end for end in ends if end is not None)),
     }

@@ -8,8 +8,15 @@ from typing import Any
 
 from thinfer.core.config import MAX_LAYERS, MAX_SIZE, ModelConfig, Rope
 from thinfer.errors import CheckpointError, UnsupportedError
-from thinfer.kernels.gated_act import ACTS
+from thinfer.kernels.act import ACTS
+from thinfer.kernels.gated_act import DRELU
 from thinfer.models.rope import make_rope
+
+# Model types of "ReLU Strikes Back", stage 2 (arxiv 2310.04564): the original's with this before it, and norm_act relu.
+RELUFIED = "relufied_"
+
+# No activation of a trained model reaches it.
+MAX_THRESHOLD = 1e6
 
 
 class Fields:
@@ -89,10 +96,17 @@ def config_from_hf(values: Mapping[str, Any], **given: Any) -> ModelConfig:
     head_dim = fields.integer("head_dim", hidden // heads)
     max_positions = fields.integer("max_position_embeddings", 2048)
     layers = fields.layers()
+    model_type = str(values.get("model_type"))
+    norm_act = str(values.get("norm_act") or "")
+    if model_type.startswith(RELUFIED) != (norm_act == "relu"):
+        raise UnsupportedError(
+            f"config.json: norm_act {norm_act!r} in model_type {model_type!r} is not supported; relu in {RELUFIED}* is"
+        )
     act = check_act(values.get("hidden_act", "silu"))
+    threshold = act_threshold(fields, act)
     bos = fields.ids("bos_token_id")
     built: dict[str, Any] = {
-        "model_type": str(values.get("model_type")),
+        "model_type": model_type,
         "hidden_size": hidden,
         "intermediate_size": fields.integer("intermediate_size"),
         "num_hidden_layers": layers,
@@ -100,10 +114,12 @@ def config_from_hf(values: Mapping[str, Any], **given: Any) -> ModelConfig:
         "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "hidden_act": act,
+        "act_threshold": threshold,
+        "norm_act": norm_act,
         "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
         "vocab_size": fields.integer("vocab_size"),
         "max_position_embeddings": max_positions,
-        "rope": rope_from_hf(fields, head_dim, max_positions),
+        "rope": given["rope"] if "rope" in given else rope_from_hf(fields, head_dim, max_positions),
         "layer_windows": (None,) * layers,
         "tie_word_embeddings": fields.flag("tie_word_embeddings"),
         "bos_token_id": bos[0] if bos else None,
@@ -112,23 +128,48 @@ def config_from_hf(values: Mapping[str, Any], **given: Any) -> ModelConfig:
     return ModelConfig(**(built | given))
 
 
+def own_heads(hidden: int, heads: int) -> dict[str, int]:
+    """Fields of a model in which every query head has a key head, whatever else its file says."""
+    return {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden // heads}
+
+
 def check_act(name: object) -> str:
     """The activation's name, if it is built."""
-    if not isinstance(name, str) or name not in ACTS:
-        raise UnsupportedError(f"activation {name!r} is not supported; supported: {', '.join(ACTS)}")
+    if not isinstance(name, str) or name not in (*ACTS, DRELU):
+        raise UnsupportedError(f"activation {name!r} is not supported; supported: {', '.join((*ACTS, DRELU))}")
     return name
 
 
-def rope_from_hf(fields: Fields, head_dim: int, max_positions: int) -> Rope:
-    """Frequencies from rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
+def act_threshold(fields: Fields, act: str) -> float:
+    """What fatrelu drops up to: hidden_act_param, as ProSparse and MiniCPM-S name it; 0 for other activations."""
+    if act != "fatrelu":
+        return 0.0
+    value = fields.values.get("hidden_act_param")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_THRESHOLD:
+        raise CheckpointError(
+            f"{fields.where}: hidden_act_param must be fatrelu's threshold, from 0 to {MAX_THRESHOLD:g}, not {value!r}"
+        )
+    return float(value)
+
+
+def rope_from_hf(fields: Fields, head_dim: int, max_positions: int, share: float | None = None) -> Rope:
+    """Frequencies from rope_parameters (transformers 5) or rope_theta and rope_scaling (before).
+
+    `share` is the part of a head that turns where the file does not say; None: architectures that turn all of it.
+    """
     scaling = fields.values.get("rope_parameters") or fields.values.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise CheckpointError(f"{fields.where}: rope scaling must be an object, not {scaling!r}")
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise UnsupportedError(f"{fields.where}: a rope scaling per kind of layer is not supported")
-    share = scaling.get("partial_rotary_factor", fields.values.get("partial_rotary_factor"))
-    if share not in (None, 1, 1.0):
-        raise UnsupportedError(f"{fields.where}: partial_rotary_factor {share} is not supported, only whole heads")
+    found = scaling.get("partial_rotary_factor", fields.values.get("partial_rotary_factor"))
+    if share is not None:
+        part = Fields({"partial_rotary_factor": found}, fields.where).number("partial_rotary_factor", share)
+        if part > 1:
+            raise CheckpointError(f"{fields.where}: partial_rotary_factor must be at most 1, not {part}")
+        head_dim = int(head_dim * part)
+    elif found not in (None, 1, 1.0):
+        raise UnsupportedError(f"{fields.where}: partial_rotary_factor {found} is not supported, only whole heads")
     theta = Fields(scaling, fields.where).number("rope_theta", fields.number("rope_theta", 10000.0))
     return make_rope(head_dim, theta, scaling, max_positions)
 

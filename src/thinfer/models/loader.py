@@ -14,9 +14,9 @@ from thinfer.errors import CheckpointError
 from thinfer.formats.checkpoint import Checkpoint
 from thinfer.formats.tensor import require_supported
 from thinfer.models import gguf_config
-from thinfer.models.blocks import EMBEDDING, HEAD, WeightSpec
+from thinfer.models.blocks import GGUF_EMBEDDING, WeightSpec
 from thinfer.models.hf_config import token_ids
-from thinfer.models.registry import find_architecture
+from thinfer.models.registry import Architecture, find_architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class WeightSource:
     """Where one weight lies in its checkpoint.
 
     `row_index` is None, or for each index of the weight's first axis the stored one: `stored[row_index]` is in the
-    engine's order (rotate-half rope). `type` and `shape` are as in TensorInfo.
+    engine's order (q|k|v, rotate-half rope). `type` and `shape` are as in TensorInfo.
     """
 
     checkpoint: Checkpoint
@@ -53,6 +53,10 @@ class Weights:
 
     def __init__(self, sources: Mapping[str, WeightSource]) -> None:
         self._sources = dict(sources)
+        first: dict[int, str] = {}
+        for name, source in self._sources.items():
+            first.setdefault(id(source), name)
+        self._own = tuple(first.values())
 
     def __contains__(self, name: str) -> bool:
         return name in self._sources
@@ -60,7 +64,7 @@ class Weights:
     @property
     def names(self) -> tuple[str, ...]:
         """All names; a tied head is not among them, though `source` knows it."""
-        return tuple(name for name, s in self._sources.items() if name != HEAD or s is not self._sources[EMBEDDING])
+        return self._own
 
     def source(self, name: str) -> WeightSource:
         """Where a weight lies; CheckpointError when the model has no such weight."""
@@ -108,20 +112,22 @@ def load_model(checkpoint: Checkpoint) -> Model:
     else:
         config = _with_generation_ends(architecture.config_from_hf(checkpoint.metadata), checkpoint)
     specs = list(architecture.weights(config))
-    stored = {spec.name: spec.gguf_name if gguf else spec.name for spec in specs}
+    stored = {spec.name: spec.gguf_name if gguf else _stored_name(spec, checkpoint) for spec in specs}
     missing = [name for name in stored.values() if name not in checkpoint.tensors]
     if missing:
         shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         raise CheckpointError(f"{checkpoint.path}: {len(missing)} tensors are missing: {shown}")
     for name in stored.values():
         require_supported(checkpoint.tensors[name], str(checkpoint.path), checkpoint.tensors)
-    interleaved = gguf and architecture.INTERLEAVED_GGUF
-    sources = {spec.name: _source(checkpoint, spec, stored[spec.name], interleaved) for spec in specs}
+    sources = {spec.name: _source(checkpoint, architecture, spec, stored[spec.name]) for spec in specs}
+    graph = architecture.build(config)
     if config.tie_word_embeddings:
-        sources[HEAD] = sources[EMBEDDING]
+        head = next(node for node in graph.nodes if node.op == "linear" and node.attrs["kind"] == "lm_head")
+        embedding = next(spec.name for spec in specs if spec.gguf_name == GGUF_EMBEDDING)
+        sources[head.weights[0]] = sources[embedding]
     used = set(stored.values())
     ignored = tuple(n for n in checkpoint.tensors if n not in used and not (gguf and gguf_config.used_by_config(n)))
-    return Model(config, architecture.build(config), Weights(sources), ignored, checkpoint)
+    return Model(config, graph, Weights(sources), ignored, checkpoint)
 
 
 def _with_generation_ends(config: ModelConfig, checkpoint: Checkpoint) -> ModelConfig:
@@ -130,15 +136,26 @@ def _with_generation_ends(config: ModelConfig, checkpoint: Checkpoint) -> ModelC
     return replace(config, eos_token_ids=ends) if ends else config
 
 
-def _source(checkpoint: Checkpoint, spec: WeightSpec, stored: str, interleaved: bool) -> WeightSource:
+def _stored_name(spec: WeightSpec, checkpoint: Checkpoint) -> str:
+    """A weight's name in a Hugging Face folder: its own, an alias, or that of a base model saved without its head."""
+    names = (spec.name, *spec.aliases, spec.name.partition(".")[2])
+    return next((name for name in names if name in checkpoint.tensors), spec.name)
+
+
+def _source(checkpoint: Checkpoint, architecture: Architecture, spec: WeightSpec, stored: str) -> WeightSource:
     info = checkpoint.tensors[stored]
     if info.shape != spec.shape:
         raise CheckpointError(
             f"{checkpoint.path}: tensor {stored} has shape {info.shape}, but the configuration needs {spec.shape}"
         )
     index = None
-    if interleaved and spec.rotary_heads:
+    gguf = checkpoint.kind == "gguf"
+    if gguf and architecture.INTERLEAVED_GGUF and spec.rotary_heads:
         # Stored row (head, j, half) is row (head, half, j) of the engine.
         rows = np.arange(spec.shape[0], dtype=np.int32).reshape(spec.rotary_heads, -1, 2)
         index = rows.swapaxes(1, 2).reshape(-1)
+    elif not gguf and spec.fused_heads is not None and spec.fused_heads[0] > 1:
+        kv_heads, queries, head_dim = spec.fused_heads
+        rows = np.arange(spec.shape[0], dtype=np.int32).reshape(kv_heads, queries + 2, head_dim)
+        index = np.concatenate([rows[:, :queries].reshape(-1), rows[:, queries].reshape(-1), rows[:, -1].reshape(-1)])
     return WeightSource(checkpoint, stored, info.type, info.shape, index)

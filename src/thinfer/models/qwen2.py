@@ -13,7 +13,7 @@ from thinfer.models.blocks import decoder_weights as weights
 
 __all__ = ["GGUF_ARCHS", "HF_TYPES", "INTERLEAVED_GGUF", "build", "config_from_gguf", "config_from_hf", "weights"]
 
-HF_TYPES = ("qwen2",)
+HF_TYPES = ("qwen2", "relufied_qwen2")
 GGUF_ARCHS = ("qwen2",)
 INTERLEAVED_GGUF = False
 

@@ -13,7 +13,7 @@ from thinfer.models.blocks import decoder_weights as weights
 
 __all__ = ["GGUF_ARCHS", "HF_TYPES", "INTERLEAVED_GGUF", "build", "config_from_gguf", "config_from_hf", "weights"]
 
-HF_TYPES = ("qwen3",)
+HF_TYPES = ("qwen3", "relufied_qwen3")
 GGUF_ARCHS = ("qwen3",)
 INTERLEAVED_GGUF = False
 
