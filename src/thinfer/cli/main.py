@@ -23,6 +23,7 @@ from thinfer.cli import (
     profile,
     prune,
     recover,
+    relufy,
     run,
     serve,
 )
@@ -106,6 +107,7 @@ app.command("profile")(profile.profile)
 app.command("contextual")(contextual.contextual)
 app.add_typer(predict.app, name="predict")
 app.command("recover")(recover.recover)
+app.command("relufy")(relufy.relufy)
 app.command("export")(export.export)
 app.add_typer(prune.app, name="prune")
 app.command("info")(info.info)

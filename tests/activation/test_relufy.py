@@ -1,0 +1,184 @@
+"""`thinfer relufy` from end to end on a tiny model: nearer to the dense one, resumable, and it loads anywhere."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from thinfer.activation.generated_text import MixedBatches, write_windows
+from thinfer.activation.learning_curve import LearningCurve
+from thinfer.activation.relu_swap import read_relufied
+from thinfer.activation.relufy import relufy
+from thinfer.activation.relufy_options import RelufyOptions
+from thinfer.cli.main import app
+from thinfer.errors import ArtifactError, UsageError
+from thinfer.pruning.checkpoint import load_torch
+from thinfer.pruning.quality import torch_perplexity
+from thinfer.pruning.recovery.language import TextBatches
+from thinfer.pruning.recovery.recover import Evaluation
+from tiny_llama import write_tiny_llama
+
+SMALL = {"seqlen": 32, "batch": 2, "tokens": 20 * 64, "lr": 3e-3, "refit": 0, "eval_points": 4}
+EVALUATION = Evaluation(ctx=32, windows=8)
+FLAGS = ["--seqlen", "32", "--batch", "2", "--tokens", "640", "--lr", "3e-3", "--refit", "4", "--eval-ctx", "32"]
+FLAGS += ["--eval-windows", "4", "--eval-points", "2"]
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return write_tiny_llama(tmp_path_factory.mktemp("dense") / "llama")
+
+
+def options(**changes):
+    return RelufyOptions(**SMALL | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"refit": 8}, {"lr": 1e-3}, {"progressive": True}, {"lora": True, "lr": 5e-3}, {"generated": 0.3, "train": "ffn"}],
+    ids=["fitted", "at once", "progressive", "lora", "written text"],
+)
+def test_it_comes_nearer_to_the_dense_model(dense, tmp_path, changes):
+    out = tmp_path / "out"
+    report = relufy(dense, out, options(**changes), evaluation=EVALUATION)
+    losses = [entry["loss"] for entry in report["training"]["curve"]]
+    # Where the matrices were fitted to a few windows, or ReLU comes little by little, it begins near to the dense one.
+    if not changes.keys() & {"progressive", "refit"}:
+        assert sum(losses[-4:]) < 0.95 * sum(losses[:4])
+    assert [point["step"] for point in report["curve"]] == [0, 5, 10, 15, 20]
+    assert all(0.2 < share < 0.9 for share in report["after"]["sparsity_by_layer"])
+    assert report["tokens_fitted_on"] == 32 * changes.get("refit", 0)
+    assert len(report["fitted"]) == 2 * ("refit" in changes)
+    assert all(error["after"] < error["before"] for error in report["fitted"])
+    # What was measured is what was written.
+    loaded = load_torch(out)
+    assert loaded.model.config.hidden_act == "relu"
+    ppl = torch_perplexity(loaded.model, EVALUATION.cut(loaded), bos_id=loaded.bos_id).ppl
+    assert ppl == pytest.approx(report["after"]["ppl"], rel=1e-4)
+    assert json.loads((out / "report.json").read_text()) == report
+    assert f"{report['after']['ppl']:.3f}" in (out / "README.md").read_text()
+    assert (out / "learning-curve.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_penalty_makes_more_zeros(dense, tmp_path):
+    plain = relufy(dense, tmp_path / "a", options(loss="lm"), evaluation=EVALUATION)
+    sparse = relufy(dense, tmp_path / "b", options(loss="lm", l1=5.0), evaluation=EVALUATION)
+    assert sparse["after"]["sparsity"] > plain["after"]["sparsity"] + 0.02
+
+
+def test_a_shift_is_kept_as_a_bias(dense, tmp_path):
+    relufy(dense, tmp_path / "out", options(shift=0.2, tokens=64), evaluation=EVALUATION)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.mlp_bias
+    assert model.model.layers[0].mlp.gate_proj.bias.mean().item() == pytest.approx(-0.2, abs=0.02)
+
+
+def test_stage_2_from_stage_1_with_the_dense_teacher(dense, tmp_path):
+    relufy(dense, tmp_path / "one", options(tokens=64), evaluation=EVALUATION)
+    with pytest.raises(UsageError, match="has ReLU already; give the dense model"):
+        relufy(tmp_path / "one", tmp_path / "two", options(), evaluation=EVALUATION)
+    report = relufy(tmp_path / "one", tmp_path / "two", options(stage=2), teacher=dense, evaluation=EVALUATION)
+    config = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert (config["model_type"], config["norm_act"], config["hidden_act"]) == ("relufied_llama", "relu", "relu")
+    model = read_relufied(tmp_path / "two")
+    windows = EVALUATION.cut(load_torch(dense))
+    bos = load_torch(dense).bos_id
+    assert torch_perplexity(model, windows, bos_id=bos).ppl == pytest.approx(report["after"]["ppl"], rel=1e-4)
+    with pytest.raises(ValueError, match="relufied_llama"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+
+
+@pytest.mark.parametrize("changes", [{"refit": 8}, {"progressive": True}, {"generated": 0.5, "lora": True}])
+def test_an_interrupted_run_resumes_to_the_same_bits(dense, tmp_path, changes):
+    whole = relufy(dense, tmp_path / "whole", options(**changes), evaluation=EVALUATION)
+
+    def interrupt(line):
+        if line.startswith("step 7 "):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        relufy(dense, tmp_path / "parts", options(**changes), evaluation=EVALUATION, progress=interrupt)
+    assert not (tmp_path / "parts").exists()
+    with pytest.raises(UsageError, match="unfinished run; --resume continues"):
+        relufy(dense, tmp_path / "parts", options(**changes), evaluation=EVALUATION)
+    with pytest.raises(UsageError, match="other options, text or weights"):
+        relufy(dense, tmp_path / "parts", options(**changes | {"seed": 1}), evaluation=EVALUATION, resume=True)
+    parts = relufy(dense, tmp_path / "parts", options(**changes), evaluation=EVALUATION, resume=True)
+    assert (tmp_path / "whole/model.safetensors").read_bytes() == (tmp_path / "parts/model.safetensors").read_bytes()
+    assert parts["curve"] == whole["curve"]
+    assert parts["fitted"] == whole["fitted"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "whole"]
+
+
+def test_written_windows_begin_as_the_text_and_are_spread_evenly(dense):
+    model = load_torch(dense).model
+    text = TextBatches(torch.randint(4, 200, (10, 20), generator=torch.Generator().manual_seed(0)), 2, 0, "", "")
+    written = write_windows(model, text, 3, seed=5)
+    assert written.shape == (3, 20)
+    one = TextBatches(text.windows, 1, 0, "", "")
+    assert torch.equal(written[:, :8], torch.cat([one(n) for n in range(3)])[:, :8])
+    assert torch.equal(written, write_windows(model, text, 3, seed=5))
+    assert not torch.equal(written, write_windows(model, text, 3, seed=6))
+    mixed = MixedBatches(text, written, 0.5)
+    rows = torch.cat([mixed(number) for number in range(3)])
+    assert torch.equal(rows[1::2], written)
+    assert torch.equal(rows[::2], torch.cat([one(n) for n in range(3)]))
+    assert torch.equal(MixedBatches(text, written, 0.0)(1), text(1))
+
+
+def test_the_curve_survives_and_forgets_other_runs(tmp_path):
+    curve = LearningCurve(tmp_path / "curve.json", "a")
+    curve.add(4, {"ppl": 2.0})
+    curve.add(2, {"ppl": 3.0})
+    again = LearningCurve(tmp_path / "curve.json", "a")
+    again.add(4, {"ppl": 1.0})
+    assert again.points == [{"step": 2, "ppl": 3.0}, {"step": 4, "ppl": 1.0}]
+    assert LearningCurve(tmp_path / "curve.json", "b").points == []
+    (tmp_path / "curve.json").write_text("{")
+    with pytest.raises(ArtifactError, match="delete it"):
+        LearningCurve(tmp_path / "curve.json", "a")
+
+
+def test_the_schedules():
+    ramp = options(progressive=True)
+    assert [ramp.relu_share(step) for step in (0, 4, 9, 19)] == [0.1, 0.5, 1.0, 1.0]
+    assert options().relu_share(0) == 1
+    l1 = options(l1=2.0)
+    assert l1.penalty(9) == pytest.approx(1.0)
+    assert l1.penalty(19) == pytest.approx(2.0)
+
+
+def test_the_verb_and_the_engine(dense, tmp_path):
+    out = tmp_path / "out"
+    result = CliRunner().invoke(app, ["relufy", str(dense), "-o", str(out), *FLAGS])
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report == json.loads((out / "report.json").read_text())
+    assert f"{report['after']['ppl']:.3f} after 640 tokens" in result.stderr
+    code = "import sys; from thinfer import LLM; print(LLM(sys.argv[1], threads=1).generate('ab').token_ids[:1])"
+    ran = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "where to write? -o DIR"),
+        (["-o", "X", "--batch", "4", "--micro-batch", "3"], "must be a multiple of micro-batch 3"),
+        (["-o", "X", "--device", "nowhere"], "write cpu, cuda or cuda:1"),
+        (["-o", "X", "--ramp", "2"], "a fraction, from 0 to 1"),
+        (["-o", "X", "--shift", "-1"], "must be numbers from 0"),
+        (["-o", "X", "--progressive", "--refit", "4"], "--refit or --progressive"),
+        (["-o", "/dev/null/x"], "choose another -o"),
+    ],
+)
+def test_wrong_flags_fail_early(dense, flags, message):
+    result = CliRunner().invoke(app, ["relufy", str(dense), *flags])
+    assert result.exit_code == 2
+    assert message in result.stderr
