@@ -106,7 +106,7 @@ def test_sparse_llamas_say_their_activation(tmp_path: Path, name: str) -> None:
         load_model(open_checkpoint(tmp_path / "m.gguf")),
     )
     assert report.architecture == "thinfer-llama"
-    assert any("only thinfer reads" in note for note in report.notes)
+    assert any("no reader but thinfer" in note for note in report.notes)
     assert written.config.act_threshold == pytest.approx(original.config.act_threshold)
     for field in ("hidden_act", "norm_act", "layer_windows"):
         assert getattr(written.config, field) == getattr(original.config, field)

@@ -133,7 +133,9 @@ def reader_notes(config: ModelConfig, arch: str, metadata: Mapping[str, Any]) ->
     """What some readers of the file are known to leave out."""
     notes = []
     if arch == SPARSE_LLAMA:
-        notes.append(f"only thinfer reads {arch}: GGUF's llama has no key for the activation {config.hidden_act}")
+        notes.append(
+            f"no reader but thinfer knows {arch}: GGUF's llama has no key for the activation {config.hidden_act}"
+        )
     window = config.layer_windows[0] if config.layer_windows else None
     if window is not None:
         notes.append(f"only thinfer keeps the sliding window of {window}; other readers differ in longer texts")
