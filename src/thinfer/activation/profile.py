@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from thinfer.activation.scores import Float32, Site, block_sites
 from thinfer.calibration.text import TokenWindows, token_windows
 from thinfer.core.artifact import Artifact, base_for, require_writable
-from thinfer.core.profile import HOT_SHARE, OCTAVES, PROFILE_SECTION, UNION_SIZES, ActivationProfile
+from thinfer.core.profile import HOT_SHARE, OCTAVES, PROFILE_SECTION, UNION_SIZES, ActivationProfile, Float64
 from thinfer.engine.batch import Batch
 from thinfer.engine.llm import LLM
 from thinfer.engine.runtime import Engine, Work
@@ -153,7 +153,7 @@ def observe(
     total = sum(len(windows.windows) for windows in texts.values())
     done = 0
     for windows in texts.values():
-        watcher.next_text()
+        watcher.neurons.next_text()
         for window in windows.windows:
             done += 1
             tell(f"observing window {done} of {total}")
@@ -165,25 +165,18 @@ def observe(
     return watcher.result(tuple(texts))
 
 
-class _Watcher:
-    """Counts as batches go by; arrays are as in ActivationProfile."""
+class NeuronCounts:
+    """Counts what the FFN neurons of L layers do on T texts; arrays are as in ActivationProfile.
 
-    def __init__(self, model: Model, sites: Sequence[Site], settings: ProfileOptions, texts: int) -> None:
-        self._sites = {site.name: (index, site) for index, site in enumerate(sites)}
-        down = [site for site in sites if site.kind == "down"]
-        if len({site.channels for site in down}) != 1:
-            raise UnsupportedError("profile needs FFNs of one width in all layers; give a model that has them")
-        self._settings = settings
-        self._heads = model.config.num_attention_heads
-        self._grams = {site.name: head_grams(model, site, self._heads) for site in sites if site.kind == "o"}
-        layers, neurons = len(down), down[0].channels
-        self._counts = np.zeros((texts, layers, neurons), np.int64)
-        self._magnitudes = np.zeros((texts, layers, neurons), np.float64)
-        self._norms = np.zeros((layers, self._heads), np.float64)
-        self._again = np.zeros((layers, 2), np.int64)
-        self._histograms = np.zeros((len(sites), OCTAVES), np.int64)
-        self._tokens = [0] * texts
+    Example: `counts.next_text()`, then `counts.add(0, activations, sequence)` for every layer and batch of rows.
+    """
+
+    def __init__(self, texts: int, layers: int, neurons: int) -> None:
+        self.counts = np.zeros((texts, layers, neurons), np.int64)
+        self.magnitudes = np.zeros((texts, layers, neurons), np.float64)
+        self.tokens = [0] * texts
         self._text = -1
+        self._again = np.zeros((layers, 2), np.int64)
         self._quota = -(-_KEPT_TOKENS // texts)
         self._kept: list[list[NDArray[np.uint8]]] = [[] for _ in range(layers)]
         self._kept_rows = [0] * layers
@@ -194,27 +187,13 @@ class _Watcher:
         self._text += 1
         self._kept_rows = [0] * len(self._kept_rows)
 
-    def observe(self, batch: Batch, site: str, x: Float32) -> None:
-        """Count one linear's input [M, channels]."""
-        if site not in self._sites:
-            return
-        index, about = self._sites[site]
-        rows = batch.positions >= self._settings.sink_tokens
-        x = x[rows]
-        exponents = (np.ascontiguousarray(x).view(np.uint32) >> np.uint32(23)) & np.uint32(0xFF)
-        self._histograms[index] += np.bincount(exponents.ravel(), minlength=OCTAVES)
-        if about.kind == "o":
-            self._norms[about.layer] += head_norms(x, self._grams[site]).sum(axis=0)
-        elif about.kind == "down":
-            self._neurons(about.layer, x, batch.sequence[rows])
-
-    def _neurons(self, layer: int, x: Float32, sequence: NDArray[np.int32]) -> None:
-        fired = x != 0
-        self._counts[self._text, layer] += fired.sum(axis=0)
-        self._magnitudes[self._text, layer] += np.abs(x).sum(axis=0, dtype=np.float64)
+    def add(self, layer: int, activations: Float32, sequence: NDArray[np.int32]) -> None:
+        """Count one layer's activations [M, N]; rows of one sequence are neighbours, in order and without gaps."""
+        fired = activations != 0
+        self.counts[self._text, layer] += fired.sum(axis=0)
+        self.magnitudes[self._text, layer] += np.abs(activations).sum(axis=0, dtype=np.float64)
         if layer == 0:
-            self._tokens[self._text] += len(x)
-        # Rows of one sequence are neighbours in a batch, in order of position and without gaps.
+            self.tokens[self._text] += len(activations)
         pairs = sequence[1:] == sequence[:-1]
         both = (fired[1:] & fired[:-1])[pairs]
         self._again[layer] += (int(both.sum()), int(fired[1:][pairs].sum()))
@@ -226,31 +205,23 @@ class _Watcher:
             if layer == 0:
                 self._runs.append(len(kept))
 
-    def result(self, texts: tuple[str, ...]) -> ActivationProfile:
-        """The profile of all that went by."""
-        layers, neurons = self._counts.shape[1:]
-        rng = np.random.Generator(np.random.Philox(self._settings.seed))
-        random = self._random_draws(rng)
-        windows = self._window_draws(rng)
-        unions = np.zeros((2, layers, len(UNION_SIZES)))
+    def reuse(self) -> Float64:
+        """`ActivationProfile.reuse`."""
+        return np.asarray(self._again[:, 0] / np.maximum(self._again[:, 1], 1), np.float64)
+
+    def unions(self, seed: int) -> tuple[Float64, Float64]:
+        """`ActivationProfile.union_random` and `union_window`; the seed chooses the tokens. NaN: too few tokens."""
+        layers, neurons = self.counts.shape[1:]
+        rng = np.random.Generator(np.random.Philox(seed))
+        draws = (self._random_draws(rng), self._window_draws(rng))
+        result = np.full((2, layers, len(UNION_SIZES)), np.nan)
         for layer, parts in enumerate(self._kept):
             fired = np.unpackbits(np.concatenate(parts), axis=1, count=neurons).astype(bool)
-            for which, draws in enumerate((random, windows)):
-                for column, rows in enumerate(draws):
-                    shares = [fired[chosen].any(axis=0).mean() for chosen in rows]
-                    unions[which, layer, column] = float(np.mean(shares)) if shares else np.nan
-        return ActivationProfile(
-            texts=texts,
-            tokens=tuple(self._tokens),
-            counts=self._counts,
-            magnitudes=self._magnitudes,
-            head_norms=(self._norms / sum(self._tokens)).astype(np.float32),
-            reuse=self._again[:, 0] / np.maximum(self._again[:, 1], 1),
-            union_random=unions[0],
-            union_window=unions[1],
-            sites=tuple(self._sites),
-            histograms=self._histograms,
-        )
+            for which, sizes in enumerate(draws):
+                for column, rows in enumerate(sizes):
+                    if rows:
+                        result[which, layer, column] = np.mean([fired[chosen].any(axis=0).mean() for chosen in rows])
+        return result[0], result[1]
 
     def _random_draws(self, rng: np.random.Generator) -> list[list[NDArray[np.int64]]]:
         total = sum(self._runs)
@@ -270,6 +241,53 @@ class _Watcher:
             chosen = rng.choice(starts, min(_DRAWS, len(starts)), replace=False)
             draws.append([np.arange(start, start + size) for start in chosen])
         return draws
+
+
+class _Watcher:
+    """Counts at the inputs of a model's linears as batches go by."""
+
+    def __init__(self, model: Model, sites: Sequence[Site], settings: ProfileOptions, texts: int) -> None:
+        self._sites = {site.name: (index, site) for index, site in enumerate(sites)}
+        down = [site for site in sites if site.kind == "down"]
+        if len({site.channels for site in down}) != 1:
+            raise UnsupportedError("profile needs FFNs of one width in all layers; give a model that has them")
+        self._settings = settings
+        heads = model.config.num_attention_heads
+        self._grams = {site.name: head_grams(model, site, heads) for site in sites if site.kind == "o"}
+        self.neurons = NeuronCounts(texts, len(down), down[0].channels)
+        self._norms = np.zeros((len(down), heads), np.float64)
+        self._histograms = np.zeros((len(sites), OCTAVES), np.int64)
+
+    def observe(self, batch: Batch, site: str, x: Float32) -> None:
+        """Count one linear's input [M, channels]."""
+        if site not in self._sites:
+            return
+        index, about = self._sites[site]
+        rows = batch.positions >= self._settings.sink_tokens
+        x = x[rows]
+        exponents = (np.ascontiguousarray(x).view(np.uint32) >> np.uint32(23)) & np.uint32(0xFF)
+        self._histograms[index] += np.bincount(exponents.ravel(), minlength=OCTAVES)
+        if about.kind == "o":
+            self._norms[about.layer] += head_norms(x, self._grams[site]).sum(axis=0)
+        elif about.kind == "down":
+            self.neurons.add(about.layer, x, batch.sequence[rows])
+
+    def result(self, texts: tuple[str, ...]) -> ActivationProfile:
+        """The profile of all that went by."""
+        neurons = self.neurons
+        union_random, union_window = neurons.unions(self._settings.seed)
+        return ActivationProfile(
+            texts=texts,
+            tokens=tuple(neurons.tokens),
+            counts=neurons.counts,
+            magnitudes=neurons.magnitudes,
+            head_norms=(self._norms / sum(neurons.tokens)).astype(np.float32),
+            reuse=neurons.reuse(),
+            union_random=union_random,
+            union_window=union_window,
+            sites=tuple(self._sites),
+            histograms=self._histograms,
+        )
 
 
 def head_grams(model: Model, site: Site, heads: int) -> Float32:
