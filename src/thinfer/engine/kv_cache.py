@@ -93,8 +93,10 @@ class KvPool:
 
     def reserve(self, sequence: Sequence, length: int) -> None:
         """Give the sequence blocks for ``length`` positions; too few free blocks raise ResourceError, none is taken."""
+        missing = self.blocks_for(length) - len(sequence.blocks)
+        if missing <= 0 and sequence.keys:
+            return
         with self._lock:
-            missing = self.blocks_for(length) - len(sequence.blocks)
             if missing > self.num_free:
                 size = self.layout.block_size
                 short = (missing - self.num_free) * size
