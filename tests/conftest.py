@@ -1,10 +1,17 @@
 """The tiny model that the tests of several rooms share."""
 
+import signal
+
 import pytest
 
 from thinfer.formats.checkpoint import open_checkpoint
 from thinfer.models.loader import load_model
 from tiny_llama import write_tiny_llama
+
+
+def pytest_configure():
+    # A shell that starts the tests in the background has them ignore Ctrl-C, which some of them send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

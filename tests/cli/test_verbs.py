@@ -137,7 +137,7 @@ def test_perplexity_of_too_short_a_text(folder, tmp_path):
     text.write_text("short")
     result = invoke("eval", "perplexity", "-m", folder, "-f", str(text), *PLAIN)
     assert result.exit_code == 2
-    assert "--ctx" in result.stderr
+    assert "give a longer text" in result.stderr
 
 
 def test_sparsity_zero_gives_the_dense_tokens(folder, sparse_folder):

@@ -19,7 +19,7 @@ from pruning.tiny_decoders import tiny_model, tiny_windows
 from text.conftest import TEXTS, byte_level_keys, sentencepiece_keys, train_byte_level, train_sentencepiece, write_gguf
 from thinfer.engine.options import EngineOptions
 from thinfer.engine.runtime import Engine, Work
-from thinfer.errors import CheckFailed, CheckpointError, UnsupportedError, UsageError
+from thinfer.errors import CheckFailed, CheckpointError, ResourceError, UnsupportedError, UsageError
 from thinfer.formats.checkpoint import open_checkpoint
 from thinfer.models.loader import load_model
 from thinfer.pruning import checkpoint as module
@@ -124,7 +124,7 @@ def test_nothing_is_left_of_a_failed_write(tmp_path, tiny_folder, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(module, "_flush", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(ResourceError, match="No space"):
         save_folder(model, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

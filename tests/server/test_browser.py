@@ -314,8 +314,8 @@ def test_themes(page):
     colour = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(colour)
     page.emulate_media(color_scheme="dark")
+    page.wait_for_function(f"{colour} != '{light}'")
     dark = page.evaluate(colour)
-    assert light != dark
     page.click("#theme")
     assert page.evaluate(colour) == light
     page.reload()

@@ -76,7 +76,7 @@ def test_neurons_that_are_constant_cost_nothing():
 
 def test_a_configuration_without_biases_gets_them_where_it_can():
     model = full_model("llama", **GQA)
-    result = Flap(round_to=8).prune(model, WINDOWS, 0.4)
+    result = Flap(round_to=8).prune(model, WINDOWS, 0.6)
     assert len(result.kept["self_attn.o_proj"][0]) == 1
     assert result.notes["bias"] == "self_attn.o_proj, mlp.down_proj"
     assert (model.config.attention_bias, model.config.mlp_bias) == (True, True)

@@ -29,7 +29,7 @@ WINDOWS = tiny_windows(4, 16)
 IDS = tiny_windows(1, 20, seed=5)
 
 CUTS = {
-    "llama-gqa-tied": ("llama", GQA, LLMPruner(round_to=8), 0.33),
+    "llama-gqa-tied": ("llama", GQA, LLMPruner(round_to=8), 0.5),
     "llama-flap": ("llama", GQA, Flap(round_to=8), 0.33),
     "llama-flap-neurons": ("llama", GQA, Flap(parts="neurons", round_to=8), 0.2),
     "llama-channels-tied": ("llama", GQA, LLMPruner(parts="channels", round_to=8), 0.25),
@@ -185,7 +185,7 @@ def test_widths_are_rounded(round_to):
 
 def test_the_report_says_which_widths_can_be_had():
     model = full_model("llama", hidden_size=64, num_attention_heads=8, num_key_value_heads=4)
-    result = LLMPruner(round_to=8).prune(model, WINDOWS, 0.3)
+    result = LLMPruner(round_to=8).prune(model, WINDOWS, 0.5)
     # The hidden size of a llama must be a multiple of its heads, and 64 is none of 6.
     assert result.notes["self_attn.o_proj"] == "2 of 4 groups of heads; the configuration holds 1, 2, 4"
     assert result.notes["mlp.down_proj"] == f"{model.config.intermediate_size} of 64 neurons"
