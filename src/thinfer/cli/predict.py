@@ -52,7 +52,7 @@ def train(
         typer.Option(
             "--recall", help="Share of what is needed that each shall find; on held-out text expect a little less."
         ),
-    ] = 0.97,
+    ] = 0.96,
     bits: Annotated[int, typer.Option("--bits", help="8 or 4, of the stored matrices.")] = 8,
     budget: Annotated[
         float, typer.Option("--budget", help="All predictors together, as a fraction of the model's parameters.")
@@ -70,7 +70,7 @@ def train(
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to learn from.")] = 16384,
     held_out: Annotated[int, typer.Option("--held-out", min=1, help="Further tokens to measure on.")] = 4096,
-    seq_len: Annotated[int, typer.Option("--seqlen", min=8, help="Tokens of a window.")] = 512,
+    seq_len: Annotated[int, typer.Option("--seqlen", min=8, help="Tokens of a window.")] = 256,
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Most passes over the tokens for each size.")] = 8,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Tokens of a step.")] = 512,
     lr: Annotated[float, typer.Option("--lr", help="Highest learning rate.")] = 2e-3,
