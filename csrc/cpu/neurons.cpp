@@ -69,12 +69,6 @@ struct Segments {
   }
 };
 
-// 16 rows of kSuper numbers -> kSuper rows of 16.
-THINFER_INLINE void rows_to_lanes(const float* in, size_t from, float* out, size_t to) {
-  transpose8(in, from, out, to);
-  transpose8(in + 8 * from, from, out + 8, to);
-}
-
 template <Codec codec>
 void gemv_tile(const Matrix& w, const NeuronInput& x, const TilePair& tile, float* planes, float* y, int count) {
   constexpr bool kHalf = kHalves<codec>, kMin = kHasMin<codec>;
@@ -91,7 +85,14 @@ void gemv_tile(const Matrix& w, const NeuronInput& x, const TilePair& tile, floa
     const int here = groups - first < kSuper ? groups - first : kSuper;
     const size_t offset = kFull * static_cast<size_t>(record);
     const int8_t* q = x.q + static_cast<size_t>(record) * 8 * 32;
+    // Kept apart from the rows' stores, which the compiler must assume to change what is in memory.
     const f32x8 scale = load8(x.scale + first);
+    const int32_t* sums = x.sums + first;
+    const i32x8 offset1 = offset_sums<kOffset<codec>>(kHalf ? sums + x.sums_stride : sums);
+    const i32x8 offset2 = offset_sums<kOffset<codec>>(sums + 2 * x.sums_stride);
+    i8x32 inputs[8];
+#pragma GCC unroll 8
+    for (int v = 0; v < 8; ++v) inputs[v] = load_i8x32(q + 32 * v);
 #pragma GCC unroll 1
     for (int r = 0; r < kTile; ++r) {
       tile.prefetch(r, offset, kAheadRecords * kFull, kFull);
@@ -103,27 +104,27 @@ void gemv_tile(const Matrix& w, const NeuronInput& x, const TilePair& tile, floa
         Dot8<kBits<codec>> one, two;
         weights.each_vector([&](int v, u8x32 quants) __attribute__((always_inline)) {
           if (v < 4) {
-            one.add(quants, load_i8x32(q + 32 * v), v);
+            one.add(quants, inputs[v], v);
           } else {
-            two.add(quants, load_i8x32(q + 32 * v), v);
+            two.add(quants, inputs[v], v);
           }
         });
-        store8(sum + at, without_offset<kOffset<codec>>(one.total(), x.sums + x.sums_stride + first));
+        store8(sum + at, difference(one.total(), offset1));
         store8(factor + at, mul8(d, scale));
-        store8(sum2 + at, without_offset<kOffset<codec>>(two.total(), x.sums + 2 * x.sums_stride + first));
+        store8(sum2 + at, difference(two.total(), offset2));
         store8(factor2 + at, mul8(d2, scale));
       } else {
         Dot8<kBits<codec>> dot;
         weights.each_vector([&](int v, u8x32 quants) __attribute__((always_inline)) {
-          dot.add(quants, load_i8x32(q + 32 * v), v);
+          dot.add(quants, inputs[v], v);
         });
-        store8(sum + at, without_offset<kOffset<codec>>(dot.total(), x.sums + first));
+        store8(sum + at, difference(dot.total(), offset1));
         store8(factor + at, mul8(d, scale));
         if constexpr (kMin) store8(minimum + at, m);
       }
     }
     for (size_t plane = 0; plane < (kHalf ? 4 : kMin ? 3 : 2); ++plane) {
-      rows_to_lanes(planes + plane * kPlane, kSuper, lanes + plane * kPlane, kTile);
+      transpose16(planes + plane * kPlane, kSuper, lanes + plane * kPlane, kTile);
     }
     for (int g = 0; g < here; ++g) {
       const float* lane = lanes + kTile * g;
@@ -161,10 +162,10 @@ struct ExpandedRecord {
       store8(unordered + kSuper * r, d);
       store8(unordered + kPlane + kSuper * r, kHalves<codec> ? d2 : m);
     }
-    rows_to_lanes(unordered, kSuper, scales, kTile);
-    rows_to_lanes(unordered + kPlane, kSuper, scales + kPlane, kTile);
+    transpose16(unordered, kSuper, scales, kTile);
+    transpose16(unordered + kPlane, kSuper, scales + kPlane, kTile);
     for (int v = 0; v < 8; ++v) {
-      rows_to_lanes(reinterpret_cast<const float*>(by_row + 32 * v), 64, reinterpret_cast<float*>(quants + 64 * v), 128);
+      transpose16(reinterpret_cast<const float*>(by_row + 32 * v), 64, reinterpret_cast<float*>(quants + 64 * v), 128);
     }
   }
   THINFER_INLINE_MEMBER GroupScales group_scales(int g) const {

@@ -20,7 +20,6 @@ THINFER_INLINE void fill_panel(const TilePair& tile, size_t first, int n, uint16
   int i = 0;
   for (; i + 16 <= n; i += 16) {
     transpose_halves(at, static_cast<size_t>(i), panel + kTile * i);
-    transpose_halves(at + 8, static_cast<size_t>(i), panel + kTile * i + 8);
   }
   for (; i < n; ++i) {
     for (int r = 0; r < kTile; ++r) panel[kTile * i + r] = at[r][i];

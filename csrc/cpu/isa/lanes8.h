@@ -30,18 +30,16 @@ THINFER_INLINE f32x8 load8_i8(const uint8_t* p) {
 }
 THINFER_INLINE f32x8 repeat8(float x) { return {_mm256_set1_ps(x)}; }
 THINFER_INLINE f32x8 mul8(f32x8 a, f32x8 b) { return {_mm256_mul_ps(a.v, b.v)}; }
-// sum - offset * x_sum, as float.
+// What an offset of the weights adds to sums: offset * x_sum.
 template <int offset>
-THINFER_INLINE f32x8 without_offset(i32x8 sum, const int32_t* x_sum) {
-  if constexpr (offset != 0) {
-    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x_sum));
-    sum = _mm256_sub_epi32(sum, _mm256_mullo_epi32(x, _mm256_set1_epi32(offset)));
-  }
-  return {_mm256_cvtepi32_ps(sum)};
+THINFER_INLINE i32x8 offset_sums(const int32_t* x_sum) {
+  const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x_sum));
+  return _mm256_mullo_epi32(x, _mm256_set1_epi32(offset));
 }
+THINFER_INLINE f32x8 difference(i32x8 sum, i32x8 offset) { return {_mm256_cvtepi32_ps(_mm256_sub_epi32(sum, offset))}; }
 
-// 8 rows of 8 32-bit numbers, `from` apart, to 8 rows `to` apart.
-THINFER_INLINE void transpose8(const float* in, size_t from, float* out, size_t to) {
+// 8 rows of 8 32-bit numbers, `from` apart, to their columns.
+THINFER_INLINE void transpose8(const float* in, size_t from, __m256 (&out)[8]) {
   __m256 r[8], t[8];
 #pragma GCC unroll 8
   for (size_t i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps(in + from * i);
@@ -59,14 +57,30 @@ THINFER_INLINE void transpose8(const float* in, size_t from, float* out, size_t 
   }
 #pragma GCC unroll 4
   for (size_t i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(out + to * i, _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps(out + to * (i + 4), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    out[i] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x20);
+    out[i + 4] = _mm256_permute2f128_ps(r[i], r[i + 4], 0x31);
+  }
+}
+// 16 rows of 8 32-bit numbers, `from` apart, to 8 rows of 16, `to` apart. They are stored as wide as they will be loaded:
+// a load over two stores would wait for both to reach the cache.
+THINFER_INLINE void transpose16(const float* in, size_t from, float* out, size_t to) {
+  __m256 lo[8], hi[8];
+  transpose8(in, from, lo);
+  transpose8(in + 8 * from, from, hi);
+#pragma GCC unroll 8
+  for (size_t i = 0; i < 8; ++i) {
+#if defined(THINFER_ISA_AVX512)
+    _mm512_storeu_ps(out + to * i, _mm512_insertf32x8(_mm512_castps256_ps512(lo[i]), hi[i], 1));
+#else
+    _mm256_storeu_ps(out + to * i, lo[i]);
+    _mm256_storeu_ps(out + to * i + 8, hi[i]);
+#endif
   }
 }
 
-// 8 rows of 16 numbers of 16 bits -> out[k][0..8) for 16 numbers k, out rows 16 numbers apart.
-THINFER_INLINE void transpose_halves(const uint16_t* const* rows, size_t at, uint16_t* out) {
-  __m256i r[8], t[8];
+// 8 rows of 16 numbers of 16 bits: out[k] holds number k of each row, and number k + 8 in its upper half.
+THINFER_INLINE void transpose_halves8(const uint16_t* const* rows, size_t at, __m256i (&r)[8]) {
+  __m256i t[8];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + at));
 #pragma GCC unroll 4
@@ -83,10 +97,25 @@ THINFER_INLINE void transpose_halves(const uint16_t* const* rows, size_t at, uin
     r[half + 2] = _mm256_unpacklo_epi64(b, d);
     r[half + 3] = _mm256_unpackhi_epi64(b, d);
   }
+}
+// 16 rows of 16 numbers of 16 bits to 16 rows of 16, stored as wide as they will be loaded.
+THINFER_INLINE void transpose_halves(const uint16_t* const* rows, size_t at, uint16_t* out) {
+  __m256i lo[8], hi[8];
+  transpose_halves8(rows, at, lo);
+  transpose_halves8(rows + 8, at, hi);
 #pragma GCC unroll 8
   for (int k = 0; k < 8; ++k) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * k), _mm256_castsi256_si128(r[k]));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * (k + 8)), _mm256_extracti128_si256(r[k], 1));
+#if defined(THINFER_ISA_AVX512)
+    const __m256i first = _mm256_permute2x128_si256(lo[k], hi[k], 0x20);
+    const __m256i second = _mm256_permute2x128_si256(lo[k], hi[k], 0x31);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16 * k), first);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + 16 * (k + 8)), second);
+#else
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * k), _mm256_castsi256_si128(lo[k]));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * k + 8), _mm256_castsi256_si128(hi[k]));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * (k + 8)), _mm256_extracti128_si256(lo[k], 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 16 * (k + 8) + 8), _mm256_extracti128_si256(hi[k], 1));
+#endif
   }
 }
 
@@ -117,18 +146,23 @@ THINFER_INLINE f32x8 load8_i8(const uint8_t* p) { THINFER_EACH8(static_cast<floa
 THINFER_INLINE f32x8 repeat8(float x) { THINFER_EACH8(x); }
 THINFER_INLINE f32x8 mul8(f32x8 a, f32x8 b) { THINFER_EACH8(a.v[i] * b.v[i]); }
 template <int offset>
-THINFER_INLINE f32x8 without_offset(const i32x8& sum, const int32_t* x_sum) {
-  THINFER_EACH8(static_cast<float>(sum.v[i] - offset * x_sum[i]));
+THINFER_INLINE i32x8 offset_sums(const int32_t* x_sum) {
+  i32x8 r;
+  for (int i = 0; i < 8; ++i) r.v[i] = offset * x_sum[i];
+  return r;
+}
+THINFER_INLINE f32x8 difference(const i32x8& sum, const i32x8& offset) {
+  THINFER_EACH8(static_cast<float>(sum.v[i] - offset.v[i]));
 }
 #undef THINFER_EACH8
-THINFER_INLINE void transpose8(const float* in, size_t from, float* out, size_t to) {
-  for (size_t i = 0; i < 8; ++i) {
+THINFER_INLINE void transpose16(const float* in, size_t from, float* out, size_t to) {
+  for (size_t i = 0; i < 16; ++i) {
     for (size_t k = 0; k < 8; ++k) __builtin_memcpy(out + to * k + i, in + from * i + k, sizeof(float));
   }
 }
 THINFER_INLINE void transpose_halves(const uint16_t* const* rows, size_t at, uint16_t* out) {
   for (size_t k = 0; k < 16; ++k) {
-    for (size_t i = 0; i < 8; ++i) out[16 * k + i] = rows[i][at + k];
+    for (size_t i = 0; i < 16; ++i) out[16 * k + i] = rows[i][at + k];
   }
 }
 

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from thinfer import _core
 from thinfer.core.active_set import ActiveSet
@@ -310,8 +309,13 @@ class CpuExecutor:
 
     def _skips(self, node: Node, ffn: NeuronFfn) -> bool:
         """Whether up of a gated FFN is read for the neurons that fire only."""
-        up = plan_neurons(node, ffn, self._model.weights, self._options)[1]
-        return self._options.neurons != "auto" or settle(up, self._layouts).layout == "neurons"
+        if self._options.neurons != "auto":
+            return True
+        up = settle(plan_neurons(node, ffn, self._model.weights, self._options)[1], self._layouts)
+        note = f"neurons   up is read whole: {up.why}"
+        if up.layout != "neurons" and note not in self._notes:
+            self._notes.append(note)
+        return up.layout == "neurons"
 
     def _build(self, selector: ThresholdSelector | None) -> None:
         nodes = [node for node, own in zip(self._nodes, self._own, strict=True) if own and node is not None]
