@@ -133,6 +133,11 @@ def test_auto_times_both_and_says_so(model):
         assert "(assumed" in text
 
 
+def test_auto_takes_float_weights(model):
+    with make_engine(model, layout="auto", mode="auto") as engine:
+        assert "neurons 0." in "\n".join(engine.describe())
+
+
 def test_observers_see_what_they_see_without_skipping(model):
     def seen(mode):
         inputs = []

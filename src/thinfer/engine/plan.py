@@ -82,8 +82,9 @@ class MatrixPlan:
     skipped: Skipped | None = None
 
     def as_rows(self, why: str) -> "MatrixPlan":
-        """The same matrix in the rows layout; results are the same to the bit."""
-        return replace(self, layout="rows", chunk=0, why=why)
+        """The same matrix as dense use wants it: in rows, float weights in columns read in order; the bits are the same."""
+        floats = self.codec == "f16" or (self.codec is None and self.type in FLOAT_BITS)
+        return replace(self, layout="columns" if floats else "rows", chunk=_OUT_BLOCK if floats else 0, why=why)
 
 
 def rate_step(rate: float) -> float:
