@@ -17,6 +17,7 @@
 
 namespace thinfer {
 struct LinearStorage;
+struct NeuronStorage;
 }
 
 namespace thinfer::python {
@@ -67,6 +68,7 @@ class CheckedProgram {
 
   // What the linear ops share; null until the first one.
   std::shared_ptr<LinearStorage>& linear_storage() { return linear_storage_; }
+  std::shared_ptr<NeuronStorage>& neuron_storage() { return neuron_storage_; }
   // Changes an op while no step runs.
   template <class Change>
   void exclusive(Change&& change) {
@@ -83,6 +85,7 @@ class CheckedProgram {
   const OpKernels& kernels_;
   std::vector<std::shared_ptr<RopeTable>> ropes_;
   std::shared_ptr<LinearStorage> linear_storage_;
+  std::shared_ptr<NeuronStorage> neuron_storage_;
   int vocab_ = 0;
   int positions_ = 0;
   bool attends_ = false;
@@ -96,6 +99,9 @@ void write_block(SharedCache& shared, int layer, int block, const float* keys, c
 // Whether the named KV type, "f16" or "f32", is f16.
 bool parse_kv_type(const std::string& type);
 
+// Throws std::invalid_argument for a name that is no activation's.
+Activation parse_activation(const std::string& name);
+
 void bind_program(nb::module_& module);
 // Program.op_*.
 void bind_program_ops(nb::class_<CheckedProgram>& program);
@@ -103,5 +109,7 @@ void bind_program_ops(nb::class_<CheckedProgram>& program);
 void bind_ops(nb::module_& module);
 // Packed weights, and Program.op_linear.
 void bind_linear(nb::module_& module, nb::class_<CheckedProgram>& program);
+// Lists of neurons, Program.op_neurons and op_pick_neurons.
+void bind_neurons(nb::module_& module, nb::class_<CheckedProgram>& program);
 
 }  // namespace thinfer::python

@@ -11,6 +11,7 @@
 
 #include "bindings.h"
 #include "linear.h"
+#include "neurons.h"
 #include "pack.h"
 
 namespace thinfer::python {
@@ -19,6 +20,21 @@ namespace {
 
 // A stored tensor's raw rows [rows, row_bytes], its type, and the order in which to take the rows.
 using Part = std::tuple<In<uint8_t, 2>, std::string, std::optional<In<int32_t, 1>>>;
+
+Layout parse_layout(const std::string& name) {
+  if (name == "rows") return Layout::rows;
+  if (name == "columns") return Layout::columns;
+  if (name == "neurons") return Layout::neurons;
+  throw std::invalid_argument("layout is 'rows', 'columns' or 'neurons', not '" + name + "'");
+}
+const char* layout_name(const PackedMatrix& matrix) {
+  switch (matrix.matrix().layout) {
+    case Layout::rows: return "rows";
+    case Layout::columns: return "columns";
+    case Layout::neurons: return "neurons";
+  }
+  return "";
+}
 
 StoredRows check_part(const Part& part, int inputs) {
   const auto& [raw, type_name, index] = part;
@@ -49,15 +65,14 @@ StoredRows check_part(const Part& part, int inputs) {
 
 std::shared_ptr<PackedMatrix> pack(const std::vector<Part>& parts, int inputs, const std::optional<std::string>& codec, const std::string& layout, int chunk,
                                    int segments, ThreadPool& pool, std::shared_ptr<Arena> arena) {
-  if (layout != "rows" && layout != "columns") throw std::invalid_argument("layout is 'rows' or 'columns', not '" + layout + "'");
+  const Layout where = parse_layout(layout);
   if (inputs < 1 || inputs > (1 << 24)) throw std::invalid_argument("inputs must be between 1 and 2^24");
   std::vector<StoredRows> rows;
   for (const Part& part : parts) rows.push_back(check_part(part, inputs));
   if (rows.empty()) throw std::invalid_argument("a packed matrix needs a part");
   const Codec target = codec ? parse_codec(*codec) : codec_of(rows.front().type);
   const nb::gil_scoped_release release;
-  return std::make_shared<PackedMatrix>(rows, inputs, target, layout == "rows" ? Layout::rows : Layout::columns, chunk, segments, pool,
-                                        std::move(arena));
+  return std::make_shared<PackedMatrix>(rows, inputs, target, where, chunk, segments, pool, std::move(arena));
 }
 
 // Decodes rows from the caller's memory, which it keeps alive.
@@ -90,7 +105,7 @@ int op_linear(CheckedProgram& self, int x, int out, const std::vector<std::share
   if (bias) b.assign(bias->data(), bias->data() + bias->size());
   if (!self.linear_storage()) self.linear_storage() = std::make_shared<LinearStorage>();
   std::vector<std::shared_ptr<const PackedMatrix>> matrices(parts.begin(), parts.end());
-  auto op = std::make_unique<LinearOp>(linear_kernels(self.program().isa()), x, out, std::move(matrices), std::move(b),
+  auto op = std::make_unique<LinearOp>(self.program().isa(), x, out, std::move(matrices), std::move(b),
                                        activations == "int8" ? Activations::int8 : Activations::f32, self.linear_storage());
   self.expect_width(x, op->inputs(), "x");
   self.expect_width(out, op->outputs(), "out");
@@ -100,11 +115,12 @@ int op_linear(CheckedProgram& self, int x, int out, const std::vector<std::share
 void set_threshold(CheckedProgram& self, int op, float threshold, const std::optional<In<float, 1>>& channel_scale) {
   if (op < 0 || op >= self.program().ops()) throw std::invalid_argument("op " + std::to_string(op) + " is none of the program's");
   auto* linear = dynamic_cast<LinearOp*>(&self.program().op(op));
-  if (!linear) throw std::invalid_argument("op " + std::to_string(op) + " is not linear");
+  auto* neurons = dynamic_cast<NeuronsOp*>(&self.program().op(op));
+  if (!linear && !neurons) throw std::invalid_argument("op " + std::to_string(op) + " is neither linear nor neurons");
   Threshold t;
   t.value = threshold;
   if (channel_scale) t.channel_scale.assign(channel_scale->data(), channel_scale->data() + channel_scale->size());
-  self.exclusive([&] { linear->set_threshold(std::move(t)); });
+  self.exclusive([&] { linear ? linear->set_threshold(std::move(t)) : neurons->set_threshold(std::move(t)); });
 }
 
 }  // namespace
@@ -117,7 +133,7 @@ void bind_linear(nb::module_& module, nb::class_<CheckedProgram>& program) {
                   "Packs stored tensors, stacked along the outputs. parts: (raw uint8 [rows, row_bytes], type, row order int32 or None); codec: None "
                   "keeps the type's, 'i8_d', 'u4_dm' or 'f16' re-quantise float types. Raises ValueError.")
       .def_prop_ro("codec", [](const PackedMatrix& m) { return codec_name(m.matrix().codec); }, "In-memory codec.")
-      .def_prop_ro("layout", [](const PackedMatrix& m) { return m.matrix().layout == Layout::rows ? "rows" : "columns"; }, "'rows' or 'columns'.")
+      .def_prop_ro("layout", &layout_name, "'rows', 'columns' or 'neurons'.")
       .def_prop_ro("chunk", [](const PackedMatrix& m) { return m.matrix().chunk; }, "Outputs per channel slice (columns).")
       .def_prop_ro("segments", [](const PackedMatrix& m) { return m.matrix().segments; }, "Partial sums over the input.")
       .def("copy", [](const PackedMatrix& m) { return m.copy(); }, "The same weights at other addresses.")
@@ -130,7 +146,7 @@ void bind_linear(nb::module_& module, nb::class_<CheckedProgram>& program) {
       .def("op_linear", &op_linear, nb::arg("x"), nb::arg("out"), nb::arg("parts"), nb::arg("bias"), nb::arg("activations"),
            "out = W x + bias over packed matrices stacked along the outputs; activations 'int8' or 'f32'. Returns the op's index.")
       .def("set_threshold", &set_threshold, nb::arg("op"), nb::arg("threshold"), nb::arg("channel_scale"),
-           "Inputs with |x| * channel_scale <= threshold count as 0 in sparse rows of this linear op; below 0: none.");
+           "Inputs with |x| * channel_scale <= threshold count as 0 in sparse rows of this linear or neurons op; below 0: none.");
 }
 
 }  // namespace thinfer::python

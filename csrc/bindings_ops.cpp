@@ -11,6 +11,18 @@
 
 namespace thinfer::python {
 
+Activation parse_activation(const std::string& name) {
+  if (name == "silu") return Activation::silu;
+  if (name == "gelu") return Activation::gelu;
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  if (name == "relu") return Activation::relu;
+  if (name == "relu2") return Activation::relu2;
+  if (name == "fatrelu") return Activation::fatrelu;
+  if (name == "drelu") return Activation::drelu;
+  throw std::invalid_argument("activation '" + name +
+                              "' is unknown: silu, gelu, gelu_tanh, relu, relu2, fatrelu or drelu");
+}
+
 namespace {
 
 int as_int(size_t size) {
@@ -27,18 +39,6 @@ Heads check_heads(int heads, int kv_heads, int head_dim) {
                                 std::to_string(head_dim));
   }
   return {heads, kv_heads, head_dim};
-}
-
-Activation parse_activation(const std::string& name) {
-  if (name == "silu") return Activation::silu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  if (name == "relu") return Activation::relu;
-  if (name == "relu2") return Activation::relu2;
-  if (name == "fatrelu") return Activation::fatrelu;
-  if (name == "drelu") return Activation::drelu;
-  throw std::invalid_argument("activation '" + name +
-                              "' is unknown: silu, gelu, gelu_tanh, relu, relu2, fatrelu or drelu");
 }
 
 std::vector<int> check_ids(std::vector<int> ids, int neurons, int width) {

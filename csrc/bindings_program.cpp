@@ -404,6 +404,7 @@ void bind_program(nb::module_& module) {
       .def("set_profiling", &CheckedProgram::set_profiling, nb::arg("on"), "Whether to time every op.")
       .def("take_counters", take_counters, "The counters of every op in order; taking them resets them.");
   bind_linear(module, program);
+  bind_neurons(module, program);
   bind_program_ops(program);
 }
 

@@ -19,12 +19,14 @@ namespace thinfer {
 enum class Codec : uint8_t { u4_d, u4_dm, u5_d, u5_dm, i8_d, u4_k, u5_k, u6_k, f16, bf16, f32 };
 enum class ScaleKind : uint8_t { d, dm, k, k16, none };
 // rows: 16 output rows interleaved, for dense use. columns: input channels contiguous over `chunk` outputs, for input
-// skipping. Float codecs have columns only (with chunk 64 a dense read is sequential as well).
-enum class Layout : uint8_t { rows, columns };
+// skipping. neurons: each output row contiguous, for output skipping. Float codecs have no rows layout (columns with chunk
+// 64 are read in order as well).
+enum class Layout : uint8_t { rows, columns, neurons };
 
 constexpr int kGroup = 32;    // inputs that share an activation scale
 constexpr int kTile = 16;     // output rows interleaved in the rows layout
 constexpr int kOutBlock = 64; // outputs decoded together in the columns layout
+constexpr int kSuper = 8;     // groups decoded together in the neurons layout
 
 struct CodecTraits {
   int bits;         // per weight, scales apart; 16 or 32 for floats
@@ -99,12 +101,21 @@ static constexpr int columns_byte(int o) {
   return r < 4 ? 4 * k + r : 16 + 4 * k + (r - 4);
 }
 
+// ---- neurons: an output row is a sequence of records of kSuper groups (the last may have fewer, n), so that one vector
+// holds 4 inputs of every group: the 8 vectors of the rows layout, 4 * n bytes each, byte 4 * g + i of vector v being input
+// 4 * v + i of group g, packed as there; then the group scales as planes over the n groups; then the block scales. Rows
+// of float codecs are as stored.
+static constexpr int neurons_quant_bytes(Codec codec, int groups) { return traits(codec).bits * kGroup * groups / 8; }
+static constexpr int neurons_record_bytes(Codec codec, int groups) {
+  return neurons_quant_bytes(codec, groups) + groups * group_scale_bytes(codec) + block_scale_bytes(codec);
+}
+
 struct Matrix {
   Codec codec = Codec::f32;
   Layout layout = Layout::rows;
   int outputs = 0;         // rows of the weight
   int inputs = 0;
-  int padded_outputs = 0;  // multiple of 16 (rows) or of the 64-output block (columns)
+  int padded_outputs = 0;  // multiple of 16 (rows) or of the 64-output block (columns); neurons: outputs
   int chunk = 0;           // columns: outputs per contiguous channel slice; the last chunk may be shorter
   int segments = 1;        // partial sums over the input, added in order; the same for every kernel of the matrix
   const uint8_t* data = nullptr;
@@ -121,6 +132,14 @@ struct Matrix {
   }
   // Start of a chunk: all chunks before it are full.
   THINFER_INLINE_MEMBER const uint8_t* chunk_data(int c) const { return data + static_cast<size_t>(c) * chunk_bytes(chunk); }
+  // Of the neurons layout.
+  THINFER_INLINE_MEMBER size_t row_bytes() const {
+    return is_float(codec) ? static_cast<size_t>(inputs) * static_cast<size_t>(traits(codec).bits / 8)
+                           : static_cast<size_t>(inputs) * static_cast<size_t>(traits(codec).bits) / 8 +
+                                 static_cast<size_t>(inputs / kGroup * group_scale_bytes(codec)) +
+                                 static_cast<size_t>(blocks() * block_scale_bytes(codec));
+  }
+  THINFER_INLINE_MEMBER const uint8_t* row_data(int r) const { return data + static_cast<size_t>(r) * row_bytes(); }
   THINFER_INLINE_MEMBER const uint8_t* tile_data(int t) const { return data + static_cast<size_t>(t) * blocks() * rows_record_bytes(codec); }
 };
 

@@ -16,9 +16,9 @@ size_t record_bytes(const Matrix& w) { return static_cast<size_t>(w.blocks()) * 
 
 }  // namespace
 
-LinearOp::LinearOp(const LinearKernels& kernels, int in, int out, std::vector<std::shared_ptr<const PackedMatrix>> parts,
+LinearOp::LinearOp(Isa isa, int in, int out, std::vector<std::shared_ptr<const PackedMatrix>> parts,
                    std::vector<float> bias, Activations activations, std::shared_ptr<LinearStorage> storage)
-    : kernels_(kernels), in_(in), out_(out), bias_(std::move(bias)), storage_(std::move(storage)) {
+    : kernels_(linear_kernels(isa)), unions_(union_kernels(isa)), in_(in), out_(out), bias_(std::move(bias)), storage_(std::move(storage)) {
   if (parts.empty()) throw std::invalid_argument("a linear op needs a matrix");
   inputs_ = parts.front()->width();
   floats_ = activations == Activations::f32 ||
@@ -26,6 +26,7 @@ LinearOp::LinearOp(const LinearKernels& kernels, int in, int out, std::vector<st
   for (auto& matrix : parts) {
     const Matrix& w = matrix->matrix();
     if (w.inputs != inputs_) throw std::invalid_argument("matrices of one linear op must have the same inputs");
+    if (w.layout == Layout::neurons) throw std::invalid_argument("a matrix in the neurons layout needs a neurons op");
     parts_.push_back({std::move(matrix), outputs_, staging_width_});
     outputs_ += w.outputs;
     staging_width_ += w.padded_outputs * w.segments;
@@ -42,16 +43,18 @@ LinearOp::LinearOp(const LinearKernels& kernels, int in, int out, std::vector<st
   if (!bias_.empty() && static_cast<int>(bias_.size()) != outputs_) throw std::invalid_argument("bias needs one float an output");
 }
 
-void LinearOp::set_threshold(Threshold threshold) {
-  if (!threshold.channel_scale.empty()) {
-    if (static_cast<int>(threshold.channel_scale.size()) != inputs_) throw std::invalid_argument("channel_scale needs one float an input");
-    threshold.channel_scale.resize(static_cast<size_t>(padded(inputs_)), 0.0f);  // kernels read whole vectors
+Threshold Threshold::padded_to(int inputs) && {
+  if (!channel_scale.empty()) {
+    if (static_cast<int>(channel_scale.size()) != inputs) throw std::invalid_argument("channel_scale needs one float an input");
+    channel_scale.resize(static_cast<size_t>(padded(inputs)), 0.0f);
   }
-  threshold_ = std::move(threshold);
+  return std::move(*this);
 }
 
+void LinearOp::set_threshold(Threshold threshold) { threshold_ = std::move(threshold).padded_to(inputs_); }
+
 bool LinearOp::is_sparse(const Batch& batch, int row) const {
-  return threshold_.value >= 0.0f && batch.sparse[selected() ? batch.out_rows[row] : row] != 0;
+  return threshold_.applies(batch, selected() ? batch.out_rows[row] : row);
 }
 
 QuantizedRows LinearOp::quantized(const Batch& batch) const {
@@ -61,10 +64,16 @@ QuantizedRows LinearOp::quantized(const Batch& batch) const {
 ActiveChannels LinearOp::active() const {
   return {storage_->quads.data(), storage_->channel.data(), storage_->active_q.data()};
 }
+UnionChannels LinearOp::channels() const { return {storage_->quads.data(), storage_->channel.data(), storage_->active_q.data()}; }
+
+// Whether a few rows read the channels that any of them uses.
+bool LinearOp::united(const Batch& batch) const {
+  return !floats_ && columns_ && rows(batch) > 1 && rows(batch) <= kUnionRows;
+}
 
 bool LinearOp::staged(const Part& part, const Batch& batch) const {
   const Matrix& w = part.matrix->matrix();
-  return part.staged || (!floats_ && rows(batch) == 1 && w.layout == Layout::columns && w.segments > 1);
+  return part.staged || (!floats_ && rows(batch) <= kUnionRows && w.layout == Layout::columns && w.segments > 1);
 }
 
 void LinearOp::prepare(const Batch& batch) {
@@ -80,7 +89,7 @@ void LinearOp::prepare(const Batch& batch) {
     grow(s.sums, 2 * n * groups);
     grow(s.quads, 2 * groups);
     grow(s.channel, kGroup * groups);
-    grow(s.active_q, kGroup * groups);
+    grow(s.active_q, kGroup * groups * (united(batch) ? n : 1));
   }
   for (const Part& part : parts_) {
     if (staged(part, batch)) grow(s.partial, n * static_cast<size_t>(staging_width_));
@@ -90,7 +99,7 @@ void LinearOp::prepare(const Batch& batch) {
 int LinearOp::part_items(const Part& part, const Batch& batch) const {
   const Matrix& w = part.matrix->matrix();
   if (w.layout == Layout::rows) return w.tiles();
-  if (rows(batch) > 1) return w.padded_outputs / kOutBlock;
+  if (rows(batch) > 1 && !united(batch)) return w.padded_outputs / kOutBlock;
   return floats_ ? w.chunks() : w.chunks() * w.segments;
 }
 
@@ -98,7 +107,8 @@ int LinearOp::items(int phase, const Batch& batch) const {
   const int n = rows(batch);
   if (n == 0) return 0;
   if (phase == 0) return floats_ && threshold_.value < 0.0f ? 0 : n;
-  if (phase == 1) {
+  if (phase == 1) return united(batch) ? inputs_ / kGroup : 0;
+  if (phase == 2) {
     int total = 0;
     for (const Part& part : parts_) total += part_items(part, batch);
     return total;
@@ -109,7 +119,7 @@ int LinearOp::items(int phase, const Batch& batch) const {
 
 int LinearOp::chunk(int phase, const Batch& batch) const {
   // Column work comes in few, equal, large pieces.
-  return phase == 1 && columns_ && rows(batch) == 1 ? 1 : 0;
+  return phase == 2 && columns_ && (rows(batch) == 1 || united(batch)) ? 1 : 0;
 }
 
 size_t LinearOp::scratch_bytes(int max_rows) const { return linear_scratch_bytes(max_rows); }
@@ -118,6 +128,8 @@ void LinearOp::run(int phase, int begin, int end, int, Context& context) {
   if (phase == 0) {
     for (int row = begin; row < end; ++row) prepare_row(row, context);
   } else if (phase == 1) {
+    unions_.find(quantized(context.batch), begin, end, halves_, channels());
+  } else if (phase == 2) {
     // Without a phase 0 nobody has counted the rows, all of whose channels are used.
     const int n = rows(context.batch);
     if (begin == 0 && items(0, context.batch) == 0) count_channels(static_cast<int64_t>(inputs_) * n, n, context);
@@ -137,22 +149,22 @@ void LinearOp::prepare_row(int row, Context& context) {
   const Batch& batch = context.batch;
   const float* x = context.buffers[in_] + static_cast<ptrdiff_t>(row) * padded(inputs_);
   const bool sparse = is_sparse(batch, row);
-  const float* scale = threshold_.channel_scale.empty() ? nullptr : threshold_.channel_scale.data();
+  const float* scale = threshold_.scales();
   int active_channels = inputs_;
   if (floats_) {
     float* to = storage_->masked.data() + static_cast<ptrdiff_t>(row) * padded(inputs_);
     if (sparse) {
       kernels_.mask(x, inputs_, threshold_.value, scale, to);
-      active_channels = static_cast<int>(inputs_ - std::count(to, to + inputs_, 0.0f));
     } else {
       std::memcpy(to, x, static_cast<size_t>(inputs_) * sizeof(float));
     }
+    active_channels = static_cast<int>(inputs_ - std::count(to, to + inputs_, 0.0f));
   } else {
     const QuantizedRows q = quantized(batch);
     kernels_.quantize(x, inputs_, sparse ? threshold_.value : -1.0f, scale, q, row);
     if (columns_ && q.rows == 1) {
       active_channels = kernels_.find_active(q, row, inputs_, halves_, active());
-    } else if (sparse) {
+    } else if (sparse || columns_) {
       active_channels = 0;
       for (int g = 0; g < inputs_ / kGroup; ++g) {
         const int8_t* group = q.q + (static_cast<ptrdiff_t>(g) * q.stride + row) * kGroup;
@@ -190,6 +202,12 @@ void LinearOp::run_part(const Part& part, int begin, int end, Context& context) 
   } else if (w.layout == Layout::rows) {
     kernels_.rows_gemm(w, quantized(batch), y, ldy, begin, end, context.scratch);
     context.counters->bytes_read += record_bytes(w) * static_cast<size_t>(end - begin);
+  } else if (united(batch)) {
+    for (int item = begin; item < end; ++item) {
+      const int segment = item / w.chunks(), c = item % w.chunks();
+      float* to = y + static_cast<ptrdiff_t>(segment) * w.padded_outputs + c * w.chunk;
+      context.counters->bytes_read += unions_.gemm(w, quantized(batch), channels(), to, ldy, segment, c, context.scratch);
+    }
   } else {
     kernels_.columns_gemm(w, quantized(batch), y, ldy, begin, end, context.scratch);
     context.counters->bytes_read += w.chunk_bytes(kOutBlock) * static_cast<size_t>(end - begin);
@@ -220,7 +238,7 @@ void LinearOp::combine(int row, Context& context) {
     const float* from = storage_->partial.data() + static_cast<ptrdiff_t>(row) * staging_width_ + part.partial;
     float* to = y + part.first_output;
     std::memcpy(to, from, static_cast<size_t>(w.outputs) * sizeof(float));
-    const bool segmented = !floats_ && rows(context.batch) == 1 && w.layout == Layout::columns;
+    const bool segmented = !floats_ && rows(context.batch) <= kUnionRows && w.layout == Layout::columns;
     for (int s = 1; segmented && s < w.segments; ++s) {
       from += w.padded_outputs;
       for (int o = 0; o < w.outputs; ++o) to[o] += from[o];

@@ -7,6 +7,7 @@
 #include "linear_kernels.h"
 #include "pack.h"
 #include "program.h"
+#include "union_kernels.h"
 
 namespace thinfer {
 
@@ -25,13 +26,18 @@ enum class Activations : uint8_t { int8, f32 };
 struct Threshold {
   float value = -1.0f;               // below 0: none
   std::vector<float> channel_scale;  // empty: 1
+
+  const float* scales() const { return channel_scale.empty() ? nullptr : channel_scale.data(); }
+  bool applies(const Batch& batch, int row) const { return value >= 0.0f && batch.sparse[row] != 0; }
+  // As kernels read it, in whole vectors. Throws std::invalid_argument unless there is one scale an input, or none.
+  Threshold padded_to(int inputs) &&;
 };
 
 class LinearOp : public Op {
  public:
   // Parts are matrices with the same inputs, stacked along the outputs in buffer `out`. bias: empty, or one float an
   // output. One matrix of a float codec makes the op take float32 activations. Throws std::invalid_argument on sizes.
-  LinearOp(const LinearKernels& kernels, int in, int out, std::vector<std::shared_ptr<const PackedMatrix>> parts,
+  LinearOp(Isa isa, int in, int out, std::vector<std::shared_ptr<const PackedMatrix>> parts,
            std::vector<float> bias, Activations activations, std::shared_ptr<LinearStorage> storage);
 
   void set_threshold(Threshold threshold);
@@ -40,7 +46,7 @@ class LinearOp : public Op {
 
   const char* name() const override { return "linear"; }
   void prepare(const Batch& batch) override;
-  int phases() const override { return 3; }
+  int phases() const override { return 4; }
   int items(int phase, const Batch& batch) const override;
   int chunk(int phase, const Batch& batch) const override;
   void run(int phase, int begin, int end, int thread, Context& context) override;
@@ -58,6 +64,7 @@ class LinearOp : public Op {
   bool is_sparse(const Batch& batch, int row) const;
   int part_items(const Part& part, const Batch& batch) const;
   bool staged(const Part& part, const Batch& batch) const;
+  bool united(const Batch& batch) const;
   void prepare_row(int row, Context& context);
   void run_part(const Part& part, int begin, int end, Context& context);
   void run_gemv(const Part& part, int begin, int end, float* y, Context& context);
@@ -65,8 +72,10 @@ class LinearOp : public Op {
   void combine(int row, Context& context);
   QuantizedRows quantized(const Batch& batch) const;
   ActiveChannels active() const;
+  UnionChannels channels() const;
 
   const LinearKernels& kernels_;
+  const UnionKernels& unions_;
   int in_, out_;
   std::vector<Part> parts_;
   std::vector<float> bias_;

@@ -9,6 +9,7 @@
 #endif
 
 #include "half.h"
+#include "neuron_rows.h"
 
 namespace thinfer {
 namespace {
@@ -220,27 +221,33 @@ PackedMatrix::PackedMatrix(const std::vector<StoredRows>& parts, int inputs, Cod
   }
   if (outputs <= 0 || inputs <= 0) throw std::invalid_argument("an empty matrix");
   if (!is_float(codec) && inputs % traits(codec).block != 0) throw std::invalid_argument("inputs are not a multiple of the codec's block");
-  if (is_float(codec) && layout != Layout::columns) throw std::invalid_argument("float codecs have the columns layout only");
+  if (is_float(codec) && layout == Layout::rows) throw std::invalid_argument("float codecs have no rows layout");
   if (layout == Layout::columns && (chunk <= 0 || chunk % kOutBlock != 0)) throw std::invalid_argument("chunk is not a multiple of 64");
   if (segments < 1 || (segments > 1 && segments > inputs / traits(codec).block)) throw std::invalid_argument("too many segments");
-  const bool columns = layout == Layout::columns;
+  const bool columns = layout == Layout::columns, neurons = layout == Layout::neurons;
   matrix_.codec = codec;
   matrix_.layout = layout;
   matrix_.outputs = outputs;
   matrix_.inputs = inputs;
-  matrix_.padded_outputs = round_up(outputs, columns ? kOutBlock : kTile);
+  matrix_.padded_outputs = neurons ? outputs : round_up(outputs, columns ? kOutBlock : kTile);
   matrix_.chunk = columns ? std::min(chunk, matrix_.padded_outputs) : 0;
   matrix_.segments = segments;
-  bytes_ = columns ? 0 : static_cast<size_t>(matrix_.tiles()) * static_cast<size_t>(matrix_.blocks()) * static_cast<size_t>(rows_record_bytes(codec));
+  bytes_ = columns   ? 0
+           : neurons ? static_cast<size_t>(outputs) * matrix_.row_bytes()
+                     : static_cast<size_t>(matrix_.tiles()) * static_cast<size_t>(matrix_.blocks()) * static_cast<size_t>(rows_record_bytes(codec));
   for (int c = 0; columns && c < matrix_.chunks(); ++c) {
     bytes_ += matrix_.chunk_bytes(matrix_.chunk_width(c));
   }
   uint8_t* data = allocate();
   const Rows rows(parts);
-  const int items = columns ? matrix_.padded_outputs / kOutBlock : matrix_.tiles();
+  const int items = columns ? matrix_.padded_outputs / kOutBlock : neurons ? outputs : matrix_.tiles();
   parallel_for(pool, items, 1, [&](int begin, int end, int) {
     for (int item = begin; item < end; ++item) {
-      if (is_float(codec)) {
+      if (neurons) {
+        StoredType type{};
+        const uint8_t* row = rows.at(item, &type);
+        pack_neuron(matrix_, type, row, data + static_cast<size_t>(item) * matrix_.row_bytes());
+      } else if (is_float(codec)) {
         pack_float_block(matrix_, rows, item, data);
       } else if (columns) {
         pack_columns_block(matrix_, rows, item, data);

@@ -26,8 +26,8 @@ struct StoredRows {
 // One packed matrix: the stored rows of one or more tensors of one type, stacked along the outputs.
 class PackedMatrix : public RowSource {
  public:
-  // chunk: outputs per contiguous channel slice in the columns layout (a multiple of 64). Float codecs must use
-  // columns. Throws std::invalid_argument when the parts do not fit together or the input size does not fit the codec.
+  // chunk: outputs per contiguous channel slice in the columns layout (a multiple of 64). Float codecs have no
+  // rows layout. Throws std::invalid_argument when the parts do not fit together or the input size does not fit the codec.
   PackedMatrix(const std::vector<StoredRows>& parts, int inputs, Codec codec, Layout layout, int chunk, int segments,
                ThreadPool& pool, std::shared_ptr<Arena> arena);
 

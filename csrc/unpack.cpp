@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "half.h"
+#include "neuron_rows.h"
 #include "pack.h"
 
 namespace thinfer {
@@ -113,6 +114,10 @@ void read_float_row(const Matrix& w, int index, float* out) {
 }  // namespace
 
 void PackedMatrix::row(int index, float* out) const {
+  if (matrix_.layout == Layout::neurons) {
+    read_neuron(matrix_, index, out);
+    return;
+  }
   if (is_float(matrix_.codec)) {
     read_float_row(matrix_, index, out);
     return;

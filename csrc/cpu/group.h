@@ -63,22 +63,21 @@ THINFER_INLINE f32x16 end_group(f32x16 acc, i32x16 sum, const GroupScales& s, fl
   return acc;
 }
 
-// Calls use(v, quants) for the 8 vectors of a packed group of the rows layout.
-template <int bits, class Use>
-THINFER_INLINE void each_quad(const uint8_t* p, Use&& use) {
+// Calls use(v, quants) for the 8 vectors of 4 inputs of packed groups; load(i) gives the i-th packed vector.
+template <int bits, class Load, class Use>
+THINFER_INLINE void each_packed_vector(Load&& load_packed, Use&& use) {
   if constexpr (bits == 8) {
 #pragma GCC unroll 8
-    for (int v = 0; v < 8; ++v) use(v, load_u8(p + 64 * v));
+    for (int v = 0; v < 8; ++v) use(v, load_packed(v));
   } else if constexpr (bits == 4) {
 #pragma GCC unroll 4
     for (int c = 0; c < 4; ++c) {
-      const u8x64 pair = load_u8(p + 64 * c);
+      const auto pair = load_packed(c);
       use(2 * c, low_nibbles(pair));
       use(2 * c + 1, high_nibbles(pair));
     }
   } else {
-    const u8x64 p0 = load_u8(p), p1 = load_u8(p + 64), p2 = load_u8(p + 128), p3 = load_u8(p + 192);
-    const u8x64 h0 = load_u8(p + 256);
+    const auto p0 = load_packed(0), p1 = load_packed(1), p2 = load_packed(2), p3 = load_packed(3), h0 = load_packed(4);
     if constexpr (bits == 5) {
       use(0, with_high_bits<0, 1>(low_nibbles(p0), h0));
       use(1, with_high_bits<1, 1>(high_nibbles(p0), h0));
@@ -89,7 +88,7 @@ THINFER_INLINE void each_quad(const uint8_t* p, Use&& use) {
       use(6, with_high_bits<6, 1>(low_nibbles(p3), h0));
       use(7, with_high_bits<7, 1>(high_nibbles(p3), h0));
     } else {
-      const u8x64 h1 = load_u8(p + 320);
+      const auto h1 = load_packed(5);
       use(0, with_high_bits<0, 3>(low_nibbles(p0), h0));
       use(1, with_high_bits<2, 3>(high_nibbles(p0), h0));
       use(2, with_high_bits<4, 3>(low_nibbles(p1), h0));
@@ -100,6 +99,12 @@ THINFER_INLINE void each_quad(const uint8_t* p, Use&& use) {
       use(7, with_high_bits<6, 3>(high_nibbles(p3), h1));
     }
   }
+}
+
+// The 8 vectors of a packed group of the rows layout.
+template <int bits, class Use>
+THINFER_INLINE void each_quad(const uint8_t* p, Use&& use) {
+  each_packed_vector<bits>([&](int i) __attribute__((always_inline)) { return load_u8(p + 64 * i); }, use);
 }
 
 // The 8 vectors of a block from its interleaved nibbles w and bits above them; V is one block wide or two.

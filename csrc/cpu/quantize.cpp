@@ -1,5 +1,6 @@
 // Activations to int8 in groups of 32 inputs, with thresholds applied first, and the list of channels that matter.
 #include "cpu/isa/dot.h"
+#include "cpu/isa/lanes8.h"
 #include "linear_kernels.h"
 
 namespace thinfer::THINFER_ISA {
@@ -58,14 +59,15 @@ int find_active(const QuantizedRows& x, int row, int inputs, bool halves, const 
     int8_t* value = out.q + kGroup * g;
     // A NaN scale must reach every output, so such a group counts as read in full.
     const bool keep_all = !(x.scale[at] == x.scale[at]);
+    const uint32_t used = keep_all ? ~uint32_t{0} : nonzero_bits(q);
     uint8_t filled = 0;
     out.quads[2 * g + 1] = 0;
     for (int begin = 0; begin < kGroup; begin += halves ? 16 : 32) {
       const uint8_t start = filled;
-      for (int i = begin; i < begin + (halves ? 16 : 32); ++i) {
+      for (uint32_t rest = halves ? used >> begin & 0xffff : used; rest != 0; rest &= rest - 1) {
+        const int i = begin + __builtin_ctz(rest);
         channel[filled] = static_cast<uint8_t>(i);
-        value[filled] = q[i];
-        filled = static_cast<uint8_t>(filled + (keep_all || q[i] != 0));
+        value[filled++] = q[i];
       }
       active += filled - start;
       while (filled & 3) {

@@ -79,7 +79,7 @@ std::vector<float> run(Isa isa, const Weights& weights, Activations activations,
   const int x = program.add_buffer(kInputs);
   const int y = program.add_buffer(outputs);
   std::vector<float> bias(static_cast<size_t>(outputs), 0.5f);
-  auto op = std::make_unique<LinearOp>(linear_kernels(isa), x, y, weights.parts, bias, activations,
+  auto op = std::make_unique<LinearOp>(isa, x, y, weights.parts, bias, activations,
                                        std::make_shared<LinearStorage>());
   op->set_threshold({threshold, {}});
   program.add(std::move(op), {x}, y);

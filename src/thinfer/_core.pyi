@@ -180,7 +180,32 @@ class Program:
 
     def set_threshold(self, op: int, threshold: float, channel_scale: NDArray[numpy.float32] | None) -> None:
         """
-        Inputs with |x| * channel_scale <= threshold count as 0 in sparse rows of this linear op; below 0: none.
+        Inputs with |x| * channel_scale <= threshold count as 0 in sparse rows of this linear or neurons op; below 0: none.
+        """
+
+    def op_neurons(
+        self,
+        x: int,
+        out: int,
+        act: str,
+        threshold: float,
+        activations: str,
+        gate_buffer: int | None,
+        gate: PackedMatrix | None,
+        up: PackedMatrix | None,
+        gate_bias: NDArray[numpy.float32] | None,
+        up_bias: NDArray[numpy.float32] | None,
+        lists: NeuronLists | None,
+    ) -> int:
+        """
+        out = act(gate x) * (up x) for the neurons listed whose act(gate x) is not 0, 0 elsewhere; without up act(gate x).
+
+        act and threshold as in op_gated_act. The gate is a buffer computed before, or a matrix; matrices are in the neurons layout. Returns the op's index.
+        """
+
+    def op_pick_neurons(self, scores: int, threshold: float, lists: NeuronLists) -> int:
+        """
+        List the neurons whose score is above the threshold (all of them in rows that are not sparse) for the ops after this one. Returns the op's index.
         """
 
     def op_embed(self, source: RowSource, out: int) -> int:
@@ -297,7 +322,7 @@ class PackedMatrix(RowSource):
 
     @property
     def layout(self) -> str:
-        """'rows' or 'columns'."""
+        """'rows', 'columns' or 'neurons'."""
 
     @property
     def chunk(self) -> int:
@@ -324,6 +349,28 @@ class StoredRows(RowSource):
 
 def read_row(source: RowSource, index: int) -> object:
     """One row of a RowSource as float32 [width]."""
+
+class NeuronLists:
+    """
+    Neurons that a neurons op is asked for, by row of the batch; empty: all of them.
+    """
+
+    def __init__(self) -> None: ...
+    def set(self, ids: NDArray[numpy.int32], offsets: NDArray[numpy.int32]) -> None:
+        """
+        Row r asks for ids[offsets[r]:offsets[r + 1]], ascending. ValueError when they are not. Not while a step runs.
+        """
+
+    def clear(self) -> None:
+        """Ask for all neurons again."""
+
+    @property
+    def given(self) -> bool:
+        """Whether neurons are listed."""
+
+    @property
+    def count(self) -> int:
+        """Neurons listed, summed over rows."""
 
 def embed(isa: str, table: NDArray[numpy.float32], tokens: NDArray[numpy.int32]) -> NDArray[numpy.float32]:
     """The op embed of kernels/embed.py on the named instruction set."""

@@ -345,7 +345,7 @@ def test_what_does_not_fit_is_refused():
         (lambda: pack([(k, "Q4_K")], 512, segments=0), "too many segments"),
         (lambda: pack([(raw, "Q4_0")], 64, codec="i8_d"), "does not fit the codec"),
         (lambda: pack([(raw, "Q4_0")], 64, codec="u3"), "unknown codec u3"),
-        (lambda: pack([(weights("F32", 8, 64)[0], "F32")], 64), "columns layout only"),
+        (lambda: pack([(weights("F32", 8, 64)[0], "F32")], 64), "no rows layout"),
         (lambda: pack([], 64), "needs a part"),
     ):
         with pytest.raises(ValueError, match=message):

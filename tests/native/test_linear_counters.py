@@ -49,22 +49,45 @@ def test_a_decode_row_reads_its_active_channels(isa, stored):
                     assert counter.bytes_read == slices(active, stored)
 
 
+def quants(x, marks, value=0.5):
+    """Which channels of each row have a quant that is not 0, thresholds applied in marked rows."""
+    seen = np.where((np.abs(x) <= value) & (np.asarray(marks)[:, None] != 0), 0, x).astype(np.float32)
+    return quantize_rows(seen)[0].reshape(len(x), -1) != 0
+
+
 @pytest.mark.parametrize("stored", QUANTISED)
-def test_dense_layouts_and_batches_read_everything(isa, stored):
+def test_the_rows_layout_reads_everything(isa, stored):
     x = rows_of_densities()
-    for layout, chunk in layouts(stored):
+    matrix = pack([(weights(stored)[0], stored)], INPUTS, "rows", 0, 2)
+    op = Linear(isa, [matrix], INPUTS, OUTPUTS, threads=2).threshold(0.5)
+    op(x, [1, 1, 1, 0, 1, 1, 0])
+    counter = op.counters()
+    assert counter.bytes_read == matrix.nbytes
+    assert counter.channels_total == 7 * INPUTS
+    # Row 3 and row 6 are dense.
+    assert counter.channels_active == 0 + 1 + 2 + INPUTS + 102 + 512 + INPUTS
+    op(x[1:2])
+    counter = op.counters()
+    assert (counter.bytes_read, counter.channels_active) == (matrix.nbytes, 1)
+
+
+@pytest.mark.parametrize("stored", QUANTISED)
+def test_a_few_rows_read_the_channels_of_any_of_them(isa, stored):
+    x = rows_of_densities()
+    for layout, chunk in layouts(stored)[1:]:
         matrix = pack([(weights(stored)[0], stored)], INPUTS, layout, chunk, 2)
         op = Linear(isa, [matrix], INPUTS, OUTPUTS, threads=2).threshold(0.5)
-        op(x, [1, 1, 1, 0, 1, 1, 0])
-        counter = op.counters()
-        assert counter.bytes_read == matrix.nbytes
-        assert counter.channels_total == 7 * INPUTS
-        # Row 3 and row 6 are dense.
-        assert counter.channels_active == 0 + 1 + 2 + INPUTS + 102 + 512 + INPUTS
-        if layout == "rows":
-            op(x[1:2])
+        for rows, marks in (([0, 1], [1, 1]), ([1, 2, 4], [1, 1, 1]), (range(7), [1, 1, 1, 0, 1, 1, 0])):
+            op(x[rows], marks)
+            active = quants(x[rows], marks)
             counter = op.counters()
-            assert (counter.bytes_read, counter.channels_active) == (matrix.nbytes, 1)
+            assert counter.bytes_read == slices(active.any(axis=0), stored)
+            assert counter.channels_active == active.sum()
+            assert counter.channels_total == active.size
+        many = np.tile(x[1:2], (17, 1))
+        op(many)
+        counter = op.counters()
+        assert (counter.bytes_read, counter.channels_active) == (matrix.nbytes, 17)
 
 
 @pytest.mark.parametrize("stored", FLOATS)

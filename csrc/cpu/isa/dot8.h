@@ -16,6 +16,15 @@ namespace thinfer::THINFER_ISA {
 struct u8x32 {
   __m256i v;
 };
+struct i8x32 {
+  __m256i v;
+};
+THINFER_INLINE i8x32 load_i8x32(const int8_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+THINFER_INLINE i8x32 repeat_quad(const int8_t* p) {
+  int32_t x;
+  __builtin_memcpy(&x, p, 4);
+  return {_mm256_set1_epi32(x)};
+}
 THINFER_INLINE u8x32 load_u8x32(const uint8_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
 THINFER_INLINE void store_u8x32(uint8_t* p, u8x32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.v); }
 THINFER_INLINE u8x32 low_nibbles(u8x32 a) { return {_mm256_and_si256(a.v, _mm256_set1_epi8(15))}; }
@@ -53,13 +62,12 @@ constexpr int kOffset8 = 128;
 template <int bits>
 struct Dot8 {
   __m256i sum = _mm256_setzero_si256();
-  THINFER_INLINE_MEMBER void add(u8x32 q, const int8_t* quad, int) {
-    int32_t x;
-    __builtin_memcpy(&x, quad, 4);
+  THINFER_INLINE_MEMBER void add(u8x32 q, const int8_t* quad, int step) { add(q, repeat_quad(quad), step); }
+  THINFER_INLINE_MEMBER void add(u8x32 q, i8x32 x, int) {
 #if defined(THINFER_ISA_AVX512)
-    sum = _mm256_dpbusd_epi32(sum, q.v, _mm256_set1_epi32(x));
+    sum = _mm256_dpbusd_epi32(sum, q.v, x.v);
 #else
-    sum = _mm256_dpbusd_avx_epi32(sum, q.v, _mm256_set1_epi32(x));
+    sum = _mm256_dpbusd_avx_epi32(sum, q.v, x.v);
 #endif
   }
   THINFER_INLINE_MEMBER __m256i total() const { return sum; }
@@ -74,16 +82,14 @@ struct Dot8 {
     sum = _mm256_add_epi32(sum, _mm256_madd_epi16(narrow, _mm256_set1_epi16(1)));
     narrow = _mm256_setzero_si256();
   }
-  THINFER_INLINE_MEMBER void add(u8x32 q, const int8_t* quad, int step) {
-    int32_t x;
-    __builtin_memcpy(&x, quad, 4);
-    const __m256i v = _mm256_set1_epi32(x);
+  THINFER_INLINE_MEMBER void add(u8x32 q, const int8_t* quad, int step) { add(q, repeat_quad(quad), step); }
+  THINFER_INLINE_MEMBER void add(u8x32 q, i8x32 x, int step) {
     if constexpr (bits == 8) {
       const __m256i w = _mm256_xor_si256(q.v, _mm256_set1_epi8(-128));
-      const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(v, w));
+      const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x.v, w));
       sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     } else {
-      narrow = _mm256_add_epi16(narrow, _mm256_maddubs_epi16(q.v, v));
+      narrow = _mm256_add_epi16(narrow, _mm256_maddubs_epi16(q.v, x.v));
       if (kQuads < 8 && (step + 1) % kQuads == 0) widen();
     }
   }
@@ -99,6 +105,19 @@ struct Dot8 {
 struct u8x32 {
   uint8_t v[32];
 };
+struct i8x32 {
+  int8_t v[32];
+};
+THINFER_INLINE i8x32 load_i8x32(const int8_t* p) {
+  i8x32 r;
+  __builtin_memcpy(r.v, p, 32);
+  return r;
+}
+THINFER_INLINE i8x32 repeat_quad(const int8_t* p) {
+  i8x32 r;
+  for (int i = 0; i < 32; ++i) r.v[i] = p[i % 4];
+  return r;
+}
 THINFER_INLINE u8x32 load_u8x32(const uint8_t* p) {
   u8x32 r;
   __builtin_memcpy(r.v, p, 32);
@@ -144,10 +163,9 @@ constexpr int kOffset8 = 128;
 template <int bits>
 struct Dot8 {
   i32x8 sum = {};
-  THINFER_INLINE_MEMBER void add(const u8x32& q, const int8_t* quad, int) {
-    for (int r = 0; r < 8; ++r) {
-      for (int i = 0; i < 4; ++i) sum.v[r] += static_cast<int32_t>(q.v[4 * r + i]) * quad[i];
-    }
+  THINFER_INLINE_MEMBER void add(const u8x32& q, const int8_t* quad, int step) { add(q, repeat_quad(quad), step); }
+  THINFER_INLINE_MEMBER void add(const u8x32& q, const i8x32& x, int) {
+    for (int i = 0; i < 32; ++i) sum.v[i / 4] += static_cast<int32_t>(q.v[i]) * x.v[i];
   }
   THINFER_INLINE_MEMBER i32x8 total() const { return sum; }
 };

@@ -28,7 +28,16 @@ STORED = {"u4": "Q4_1", "u5": "Q5_1", "u6": "Q6_K", "i8": "Q8_0", "u4_k": "Q4_K"
 CODECS = ("u4", "u5", "u6", "i8")
 """Those measured unless others are named; u4_k has the bits of u4 and smaller scales."""
 
-_STORED_BYTES = {"Q4_1": (32, 20), "Q4_K": (256, 144), "Q5_1": (32, 24), "Q6_K": (256, 210), "Q8_0": (32, 34)}
+STORED_BYTES = {
+    "Q4_0": (32, 18),
+    "Q4_1": (32, 20),
+    "Q4_K": (256, 144),
+    "Q5_1": (32, 24),
+    "Q6_K": (256, 210),
+    "Q8_0": (32, 34),
+}
+"""Weights of a stored block and its bytes, by type."""
+
 _LEAST_SET, _MOST_SET = 128 << 20, 512 << 20
 _SAMPLE_BYTES = 16 << 20
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 15
@@ -122,7 +131,7 @@ def measure(
     counts = sorted({1, usable_cores()} if threads is None else set(threads))
     for shape in shapes:
         for codec in codecs:
-            if shape.inputs % _STORED_BYTES[STORED[codec]][0]:
+            if shape.inputs % STORED_BYTES[STORED[codec]][0]:
                 continue
             progress(f"packing {shape.model} {codec}")
             packed = _pack(shape, codec, max(counts), working_set or set_bytes())
@@ -227,7 +236,7 @@ def _time(program: _core.Program, first: int, last: int, rows: int) -> float:
 
 def random_blocks(rng: np.random.Generator, stored: str, rows: int, inputs: int) -> NDArray[np.uint8]:
     """Random stored blocks uint8 [rows, row_bytes] of a type, with finite scales."""
-    weights, size = _STORED_BYTES[stored]
+    weights, size = STORED_BYTES[stored]
     blocks = rng.integers(0, 256, (rows, inputs // weights, size), np.uint8)
     scale = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
     if stored == "Q6_K":

@@ -1,4 +1,7 @@
-"""``thinfer bench``: prefill and decode speed, alone or against another engine; ``bench kernels``."""
+"""``thinfer bench``: prefill and decode speed, alone or against another engine; ``bench kernels``.
+
+``bench ffn`` is in bench_ffn.py.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -172,7 +175,7 @@ def kernels(
             threads=threads,
             progress=progress,
         )
-        for line in _lines(rows, output, experiment.COLUMNS):
+        for line in lines(rows, output, experiment.COLUMNS):
             print(line, flush=True)
 
 
@@ -180,7 +183,7 @@ def _matches(name: str, parts: list[str] | None) -> bool:
     return not parts or any(part.lower() in name.lower() for part in parts)
 
 
-def _lines(rows: Iterator[dict[str, Any]], output: Output, columns: Mapping[str, int]) -> Iterator[str]:
+def lines(rows: Iterator[dict[str, Any]], output: Output, columns: Mapping[str, int]) -> Iterator[str]:
     """Lines of the output, each as soon as it is known."""
     from thinfer.bench import report
 

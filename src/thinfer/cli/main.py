@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from thinfer.cli import (
     bench,
     bench_batch,
+    bench_ffn,
     bench_serve,
     calibrate,
     contextual,
@@ -100,6 +101,7 @@ app.command("serve")(serve.serve)
 app.add_typer(bench.app, name="bench")
 bench.app.command("batch")(bench_batch.batch)
 bench.app.command("serve")(bench_serve.serve)
+bench.app.command("ffn")(bench_ffn.ffn)
 app.add_typer(evaluate.app, name="eval")
 evaluate.app.command("tasks")(eval_tasks.tasks)
 app.command("calibrate")(calibrate.calibrate)

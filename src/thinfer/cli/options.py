@@ -54,6 +54,14 @@ class Layout(StrEnum):
     columns = "columns"
 
 
+class Neurons(StrEnum):
+    """Whether FFN neurons that do not fire are skipped."""
+
+    auto = "auto"
+    skip = "skip"
+    off = "off"
+
+
 MODEL_HELP = "A .gguf file, a Hugging Face folder, a folder written by `thinfer calibrate`, or a hub id."
 
 Model = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
@@ -103,6 +111,14 @@ LayoutOption = Annotated[
         help="Of matrices with thresholds: columns skips what is dropped, rows reads it all; auto times both.",
     ),
 ]
+NeuronsOption = Annotated[
+    Neurons,
+    typer.Option(
+        "--neurons",
+        envvar="THINFER_NEURONS",
+        help="Of ReLU models: skip reads up only for neurons that fire, off reads all; auto times both.",
+    ),
+]
 ChatTemplate = Annotated[
     str | None,
     typer.Option("--chat-template", help="A Jinja template, or a file that holds one."),
@@ -137,6 +153,7 @@ def engine_options(
     sparsity: Sparsity = None,
     executor: Executor = ExecutorName.auto,
     layout: LayoutOption = Layout.auto,
+    neurons: NeuronsOption = Neurons.auto,
 ) -> dict[str, Any]:
     """Keyword arguments of `LLM` and of a benchmark's worker, all plain JSON values.
 
@@ -157,6 +174,7 @@ def engine_options(
         "sparsity": sparsity is None,
         "executor": executor.value,
         "layout": layout.value,
+        "neurons": neurons.value,
     }
 
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from thinfer.core.active_set import ActiveSet
 from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.batch import Batch
 
@@ -72,6 +73,13 @@ class Executor(Protocol):
 
     def set_selector(self, selector: ThresholdSelector | None) -> None:
         """Use these thresholds for sparse rows from now on; None makes every row dense."""
+        ...
+
+    def set_active(self, layer: int, active: ActiveSet | None) -> None:
+        """Compute only these neurons of a layer's FFN, a group a row of the next batches; None: all of them.
+
+        UsageError for a layer that was not built for lists.
+        """
         ...
 
     def counters(self) -> Mapping[str, LinearCount]:

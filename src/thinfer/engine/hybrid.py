@@ -6,10 +6,12 @@ from itertools import pairwise
 
 import numpy as np
 
+from thinfer.core.active_set import ActiveSet
 from thinfer.core.graph import Graph, Segment
 from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.batch import Batch
 from thinfer.engine.executor import Executor, Float32, LinearCount, Observe
+from thinfer.errors import UsageError
 
 
 def cut_segments(graph: Graph) -> list[Segment]:
@@ -113,6 +115,10 @@ class HybridExecutor:
         """Give the thresholds to every executor."""
         for executor in self._executors.values():
             executor.set_selector(selector)
+
+    def set_active(self, layer: int, active: ActiveSet | None) -> None:
+        """Refused: a list of neurons needs a whole FFN on one executor."""
+        raise UsageError(f"neurons of layer {layer} cannot be listed: the graph runs on several executors; use one")
 
     def counters(self) -> dict[str, LinearCount]:
         """Counts of all executors, added by site."""

@@ -1,4 +1,4 @@
-"""Whether skipping pays: where channels are dropped, columns and rows are timed on this machine, at load.
+"""Whether skipping pays: where channels or neurons are dropped, the layouts are timed on this machine, at load.
 
 Skipping saves bytes, but not always time: short channel slices are read slower than whole rows, by how much depends on
 the machine. Both layouts give the same bits, so the choice is speed alone.
@@ -45,20 +45,22 @@ class LayoutTimes:
 
     columns: float
     rows: float
+    name: str = "columns"
+    """The layout that skips: of neurons it is their own."""
 
     @property
     def columns_win(self) -> bool:
-        """Whether columns are faster beyond noise."""
+        """Whether the layout that skips is faster beyond noise."""
         return self.columns < (1 - _GAIN) * self.rows
 
     def __str__(self) -> str:
         digits = 2 if self.rows >= 1e-4 else 3
-        return f"columns {self.columns * 1e3:.{digits}f} ms against rows {self.rows * 1e3:.{digits}f} ms"
+        return f"{self.name} {self.columns * 1e3:.{digits}f} ms against rows {self.rows * 1e3:.{digits}f} ms"
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A matrix planned in columns that could lie in rows: what is to be known of it, and what packs it by a plan."""
+    """A matrix planned in a layout that skips, which could lie in rows: what is known of it, and what packs it."""
 
     skipped: Skipped
     plan: MatrixPlan
@@ -146,9 +148,19 @@ class LayoutTimer:
         piece = min(copies, max(1, -(-_PIECE_BYTES // rows[0].nbytes)))
         program = _core.Program(self._isa, self._pool, 1)
         x, y = program.add_buffer(inputs), program.add_buffer(candidate.skipped.outputs)
-        for matrix in (*rows, *columns):
+        for matrix in rows:
             program.op_linear(x, y, [matrix], None, self._activations)
-        activations = [_activations(inputs, rate) for rate in rates]
+        neurons = plan.layout == "neurons"
+        gate = program.add_buffer(candidate.skipped.outputs)
+        for matrix in columns:
+            if neurons:
+                program.op_neurons(x, y, "relu", 0.0, self._activations, gate, None, matrix, None, None, None)
+            else:
+                program.op_linear(x, y, [matrix], None, self._activations)
+        # Of neurons the gate decides: what is dropped there does not fire.
+        decides, other = (gate, x) if neurons else (x, gate)
+        activations = [_activations(program.buffer(decides).shape[1], rate, positive=neurons) for rate in rates]
+        program.buffer(other)[0] = _activations(program.buffer(other).shape[1], 0.0)
         samples: list[list[float]] = [[] for _ in range(len(rates) + 1)]
         # The first piece wakes the threads and is not counted.
         for turn in range(-1, _ROUNDS * max(1, copies // piece)):
@@ -156,7 +168,7 @@ class LayoutTimer:
                 break
             first = max(turn, 0) % max(1, copies // piece) * piece
             for index in range(len(rates) + 1):
-                program.buffer(x)[0] = activations[max(index - 1, 0)]
+                program.buffer(decides)[0] = activations[max(index - 1, 0)]
                 start = first + (copies if index else 0)
                 if self._cold:
                     for matrix in (*rows, *columns)[start : start + piece]:
@@ -166,7 +178,8 @@ class LayoutTimer:
                     samples[index].append(passed)
         rows_time, *columns_times = map(undisturbed, samples)
         return {
-            rate: LayoutTimes(columns_time, rows_time) for rate, columns_time in zip(rates, columns_times, strict=True)
+            rate: LayoutTimes(columns_time, rows_time, plan.layout)
+            for rate, columns_time in zip(rates, columns_times, strict=True)
         }
 
 
@@ -209,12 +222,12 @@ def _weights(members: Sequence[Candidate]) -> int:
     return len(members) * members[0].skipped.inputs * members[0].skipped.outputs
 
 
-def _activations(inputs: int, rate: float) -> NDArray[np.float32]:
+def _activations(inputs: int, rate: float, *, positive: bool = False) -> NDArray[np.float32]:
     """Normal values with this fraction of zeros, the same on every run."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal(inputs, np.float32)
     values[rng.permutation(inputs)[: round(rate * inputs)]] = 0
-    return values
+    return np.abs(values) if positive else values
 
 
 def _run(program: _core.Program, first: int, last: int) -> float:

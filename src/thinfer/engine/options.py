@@ -12,6 +12,7 @@ ActivationType = Literal["int8", "f32"]
 KvType = Literal["f16", "f32"]
 ExecutorName = Literal["auto", "cpu", "reference"]
 LayoutName = Literal["auto", "rows", "columns"]
+NeuronsName = Literal["auto", "skip", "off"]
 
 _CHOICES = {
     "weights": get_args(WeightType),
@@ -19,6 +20,7 @@ _CHOICES = {
     "kv_type": get_args(KvType),
     "executor": get_args(ExecutorName),
     "layout": get_args(LayoutName),
+    "neurons": get_args(NeuronsName),
 }
 DEFAULT_MAX_MODEL_LEN = 4096
 # Buffers hold `chunk` rows and the KV pool keeps a record a block: more than this is a mistake and not a wish.
@@ -48,6 +50,8 @@ class EngineOptions:
         layout: how matrices lie in memory whose input channels are dropped by threshold: "columns" skips what is
             dropped, "rows" reads it all in order and multiplies by zeros, "auto" times both on this machine at load
             (about a tenth of a second for each shape) and takes the faster. No choice changes a bit of the result.
+        neurons: FFN neurons whose activation is exactly 0 (ReLU models): "skip" reads up only for those that fire,
+            "off" reads all of them, "auto" times both as for `layout`. No choice changes a bit of the result.
     """
 
     executor: ExecutorName = "auto"
@@ -63,6 +67,7 @@ class EngineOptions:
     prefix_cache: bool = True
     sparsity: bool = True
     layout: LayoutName = "auto"
+    neurons: NeuronsName = "auto"
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():

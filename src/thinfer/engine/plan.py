@@ -3,11 +3,13 @@
 Where input channels are skipped, two layouts are possible; `layout_choice` times them and settles which.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from types import MappingProxyType
+from typing import Literal
 
-from thinfer.core.graph import Graph, Node
+from thinfer.core.graph import Node
 from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.options import EngineOptions, WeightType
 from thinfer.models.loader import Weights
@@ -38,8 +40,9 @@ class Skipped:
         codec: codec to re-quantise to; None keeps the type's own.
         inputs: channels.
         outputs: rows of the matrix.
-        rate: fraction of the channels that is expected to be dropped, in steps of 0.05.
+        rate: fraction of the channels (of outputs: of the rows) that is expected to be dropped, in steps of 0.05.
         assumed: the rate is a guess: the artifact does not say.
+        axis: whether input channels are skipped or output rows.
     """
 
     type: str
@@ -48,6 +51,7 @@ class Skipped:
     outputs: int
     rate: float
     assumed: bool = field(default=False, compare=False)
+    axis: Literal["inputs", "outputs"] = "inputs"
 
     def __str__(self) -> str:
         return f"{100 * self.rate:.0f} % skipped" + (" (assumed: the artifact does not say)" if self.assumed else "")
@@ -61,7 +65,7 @@ class MatrixPlan:
         weights: names of the weights.
         type: stored type.
         codec: codec to re-quantise to; None keeps the type's own.
-        layout: "rows" or "columns".
+        layout: "rows", "columns" or "neurons".
         chunk: outputs of one contiguous channel slice (columns).
         segments: partial sums over the input; from the shape alone, so that layouts agree to the bit.
         why: the reason, for start-up.
@@ -78,24 +82,41 @@ class MatrixPlan:
     skipped: Skipped | None = None
 
     def as_rows(self, why: str) -> "MatrixPlan":
-        """The same matrix in the rows layout; results are the same to the bit."""
-        return replace(self, layout="rows", chunk=0, why=why)
+        """The same matrix as dense use wants it: in rows, float weights in columns read in order; the bits are the same."""
+        floats = self.codec == "f16" or (self.codec is None and self.type in FLOAT_BITS)
+        return replace(self, layout="columns" if floats else "rows", chunk=_OUT_BLOCK if floats else 0, why=why)
+
+
+def rate_step(rate: float) -> float:
+    """The rate in steps of 0.05, so that like matrices need one measurement."""
+    return round(round(rate / _RATE_STEP) * _RATE_STEP, 2)
 
 
 def plan_linear(
-    node: Node, weights: Weights, selector: ThresholdSelector | None, options: EngineOptions, shapes: "LinearShape"
+    node: Node,
+    weights: Weights,
+    selector: ThresholdSelector | None,
+    options: EngineOptions,
+    shapes: "LinearShape",
+    zeros: Mapping[str, tuple[float, bool]] = MappingProxyType({}),
 ) -> list[MatrixPlan]:
     """The packed matrices of one linear node, in the order of its weights.
 
-    Plans whose layout should be timed are in columns and have `skipped` set.
+    `zeros` maps sites whose input holds exact zeros to their expected fraction and whether that is a guess. Plans whose
+    layout should be timed are in columns and have `skipped` set.
     """
     plans = []
     site = node.attrs["site"]
-    skips = selector is not None and selector.thresholds.get(site, 0.0) > 0.0
+    skips = site in zeros or (selector is not None and selector.thresholds.get(site, 0.0) > 0.0)
     rate = selector.rates.get(site) if selector is not None else None
+    assumed = rate is None
+    if site in zeros:
+        # A threshold drops what is 0 as well, so the larger of the two is expected.
+        zero_rate, guess = zeros[site]
+        rate, assumed = max(zero_rate, rate or 0.0), guess and rate is None
     for stored, group in groupby(node.weights, key=lambda name: weights.source(name).type):
         names = tuple(group)
-        codec, bits = None, _BITS.get(stored) or FLOAT_BITS[stored]
+        codec, bits = None, stored_bits(stored)
         if options.weights != "stored" and stored in FLOAT_BITS and shapes.inputs % _GROUP == 0:
             codec, bits = _REQUANTISED[options.weights]
         outputs = sum(shapes.outputs(name) for name in names)
@@ -107,8 +128,8 @@ def plan_linear(
             if floats:
                 plan = replace(plan, why="channels are skipped; float weights have no other layout")
             elif options.layout == "auto":
-                expected = round(round((_ASSUMED_RATE if rate is None else rate) / _RATE_STEP) * _RATE_STEP, 2)
-                plan = replace(plan, skipped=Skipped(stored, codec, shapes.inputs, outputs, expected, rate is None))
+                expected = rate_step(_ASSUMED_RATE if rate is None else rate)
+                plan = replace(plan, skipped=Skipped(stored, codec, shapes.inputs, outputs, expected, assumed))
             elif options.layout == "rows":
                 plan = plan.as_rows("dropped channels are read: layout rows was asked for")
             else:
@@ -120,6 +141,11 @@ def plan_linear(
         else:
             plans.append(MatrixPlan(names, stored, codec, "rows", 0, segments, "dense"))
     return plans
+
+
+def stored_bits(stored: str) -> int:
+    """Bits of a weight in memory, scales apart, by stored type."""
+    return _BITS.get(stored) or FLOAT_BITS[stored]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +192,10 @@ def chunk_outputs(outputs: int, bits: int, segments: int, threads: int) -> int:
     return -(-padded // slices // _OUT_BLOCK) * _OUT_BLOCK
 
 
-def assign_buffers(graph: Graph, executor_nodes: Sequence[Node], kept: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Place the buffers of some nodes in shared storage: name -> (slot, width).
+def assign_buffers(
+    widths: Mapping[str, int], executor_nodes: Sequence[Node], kept: Iterable[str]
+) -> dict[str, tuple[int, int]]:
+    """Place the buffers of some nodes, whose `widths` are given, in shared storage: name -> (slot, width).
 
     A slot is taken again once its last reader has run; buffers in `kept` are never overwritten. Only buffers of equal
     width share a slot. An op never gets the slot of its own input.
@@ -183,7 +211,7 @@ def assign_buffers(graph: Graph, executor_nodes: Sequence[Node], kept: Iterable[
     for index, node in enumerate(executor_nodes):
         for name in (*node.inputs, node.output):
             if name not in slots:
-                width = graph.buffers[name]
+                width = widths[name]
                 reusable = free.get(width, [])
                 if name == node.output and reusable and name not in fixed:
                     slots[name] = (reusable.pop(), width)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from thinfer.core.active_set import ActiveSet
 from thinfer.core.graph import Graph, Node
 from thinfer.core.selector import ChannelMask
 from thinfer.engine.batch import Batch
@@ -56,6 +57,7 @@ class ReferenceExecutor:
         self._parts: dict[str, list[Float32]] = {}
         self._cache: dict[int, tuple[Float32, Float32]] = {}
         self._counts: dict[str, LinearCount] = {}
+        self._active: dict[str, ActiveSet] = {}
 
     def run(self, batch: Batch, *, observe: Observe | None = None) -> Float32:
         """Run the whole graph; returns logits float32 [L, vocab] of `batch.out_rows`."""
@@ -82,7 +84,9 @@ class ReferenceExecutor:
         for i, node in enumerate(nodes):
             # NaN and infinities of the model's own are results here, not mistakes of the code.
             with np.errstate(over="ignore", invalid="ignore"):
-                buffers[node.output] = self._run_node(node, [buffers[name] for name in node.inputs], batch, observe)
+                result = self._run_node(node, [buffers[name] for name in node.inputs], batch, observe)
+            active = self._active.get(node.output)
+            buffers[node.output] = result if active is None else np.where(active.mask(), result, np.float32(0))
             for name in node.inputs:
                 if last_reader[name] == i and name not in outputs:
                     buffers.pop(name, None)
@@ -91,6 +95,20 @@ class ReferenceExecutor:
     def set_selector(self, selector: ChannelMask | None) -> None:
         """Keep only what this says, in sparse rows, from now on; None makes every row dense."""
         self._selector = selector
+
+    def set_active(self, layer: int, active: ActiveSet | None) -> None:
+        """Make all neurons of a layer's FFN but these 0, a group a row of the next batches; None: none."""
+        nodes = self._graph.nodes
+        starts = [i for i, n in enumerate(nodes) if n.op == "linear" and n.attrs["kind"] in ("gate_up", "up")]
+        output = next((nodes[i + 1].output for i in starts if nodes[i].attrs["layer"] == layer), None)
+        if output is None:
+            raise UsageError(f"layer {layer} has no FFN")
+        if active is None:
+            self._active.pop(output, None)
+            return
+        if active.size != self._graph.buffers[output]:
+            raise UsageError(f"layer {layer} has {self._graph.buffers[output]} neurons, the list is over {active.size}")
+        self._active[output] = active
 
     def counters(self) -> Mapping[str, LinearCount]:
         """Counts by site since the last reset; bytes are those of the float32 weights, read whole."""

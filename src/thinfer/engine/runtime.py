@@ -8,7 +8,9 @@ from typing import Literal
 
 import numpy as np
 
+from thinfer.core.active_set import ActiveSet
 from thinfer.core.graph import Graph
+from thinfer.core.neuron_selector import NeuronSelector
 from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.batch import Batch
 from thinfer.engine.build import build_executor
@@ -119,6 +121,7 @@ class Engine:
         options: EngineOptions | None = None,
         *,
         selector: ThresholdSelector | None = None,
+        neurons: NeuronSelector | None = None,
         graph: Graph | None = None,
         notes: Items[str] = (),
     ) -> None:
@@ -128,6 +131,8 @@ class Engine:
             model: the loaded model.
             options: how to run it.
             selector: thresholds for sparse rows, for which the weights are packed; None runs dense.
+            neurons: which FFN neurons are computed; None: those that fire, in layers whose activation makes exact
+                zeros, which changes no token.
             graph: the model's graph with other executors or splits; None: the model's own.
             notes: lines about what the caller chose or ignored, repeated by `describe`.
         """
@@ -139,7 +144,7 @@ class Engine:
         layout = KvLayout(num_blocks=-(-kv_tokens // BLOCK_SIZE), type=self.options.kv_type)
         self.pool = KvPool(layout)
         self.graph = graph or model.graph
-        self.executor, chosen = build_executor(model, self.graph, layout, self.options, selector)
+        self.executor, chosen = build_executor(model, self.graph, layout, self.options, selector, neurons)
         self._notes = [*notes, *chosen]
         self._logit_rows = self.options.logit_rows(model.config)
         self._rows = 0
@@ -147,6 +152,7 @@ class Engine:
         # The executor has one set of buffers; reentrant, because what a step calls back may ask the engine.
         self._lock = threading.RLock()
         self._selector = selector
+        self._predicted = neurons if neurons is not None and neurons.predictors else None
 
     @property
     def selector(self) -> ThresholdSelector | None:
@@ -165,6 +171,17 @@ class Engine:
             self._selector = selector
             self.pool.change_root()
 
+    def set_active(self, layer: int, active: ActiveSet | None) -> None:
+        """Compute only these neurons of a layer in the steps that follow: a group for each row; None: all of them.
+
+        Needs an engine made with `neurons=NeuronSelector("given")`. A step whose number of rows is not the number of
+        groups raises ValueError. UsageError when the layer takes no list or has another number of neurons.
+        """
+        with self._lock:
+            self._check_open()
+            self.executor.set_active(layer, active)
+            self.pool.change_root()
+
     def new_sequence(self) -> Sequence:
         """An empty sequence; give it back with `free`."""
         return Sequence()
@@ -175,9 +192,10 @@ class Engine:
 
     def modes(self, sparse: bool, first: int, last: int) -> bytes:
         """How positions ``first`` to ``last - 1`` of a sequence are run: one byte each, 1 where thresholds act."""
-        if not sparse or self._selector is None:
+        sinks = [each.sink_tokens for each in (self._selector, self._predicted) if each is not None]
+        if not sparse or not sinks:
             return bytes(last - first)
-        dense = min(max(self._selector.sink_tokens - first, 0), last - first)
+        dense = min(max(max(sinks) - first, 0), last - first)
         return bytes(dense) + b"\1" * (last - first - dense)
 
     def step(
@@ -251,6 +269,8 @@ class Engine:
         with self._lock:
             self._check_open()
             counts = self.executor.counters()
+            # Predictors are no part of the model: their bytes count, the density is the model's.
+            widths |= dict.fromkeys(set(counts) - set(widths), 0)
             return Usage(self._rows, {site: replace(count) for site, count in counts.items()}, widths)
 
     def reset_usage(self) -> None:

@@ -1,0 +1,351 @@
+#include "neurons.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+namespace thinfer {
+namespace {
+
+constexpr int kPiece = 2048;  // neurons activated in one item
+constexpr int kWord = 64;
+
+template <class T>
+void grow(std::vector<T>& v, size_t size) {
+  if (v.size() < size) v.resize(size);
+}
+
+int tiles(int count) { return (count + kTile - 1) / kTile; }
+
+// Appends the ascending ids of the bits set.
+void append_bits(const uint64_t* bits, int words, std::vector<int32_t>& ids) {
+  for (int w = 0; w < words; ++w) {
+    for (uint64_t rest = bits[w]; rest != 0; rest &= rest - 1) ids.push_back(w * kWord + __builtin_ctzll(rest));
+  }
+}
+
+}  // namespace
+
+NeuronsOp::NeuronsOp(Isa isa, NeuronParts parts, int out, Act act, Activations activations,
+                     std::shared_ptr<LinearStorage> linear, std::shared_ptr<NeuronStorage> storage)
+    : linear_(linear_kernels(isa)),
+      kernels_(neuron_kernels(isa)),
+      ops_(op_kernels(isa)),
+      parts_(std::move(parts)),
+      out_(out),
+      act_(act),
+      shared_(std::move(linear)),
+      storage_(std::move(storage)) {
+  if (!parts_.gate && !parts_.up) throw std::invalid_argument("a neurons op needs a matrix");
+  if ((parts_.gate != nullptr) == (parts_.gate_buffer >= 0)) {
+    throw std::invalid_argument("the gate is either a buffer or a matrix");
+  }
+  const Matrix& first = (parts_.gate ? parts_.gate : parts_.up)->matrix();
+  inputs_ = first.inputs;
+  neurons_ = first.outputs;
+  floats_ = activations == Activations::f32;
+  for (const auto* matrix : {parts_.gate.get(), parts_.up.get()}) {
+    if (!matrix) continue;
+    const Matrix& w = matrix->matrix();
+    if (w.layout != Layout::neurons) throw std::invalid_argument("matrices of a neurons op must be in the neurons layout");
+    if (w.inputs != inputs_ || w.outputs != neurons_) throw std::invalid_argument("gate and up must have the same shape");
+    floats_ = floats_ || is_float(w.codec);
+  }
+  for (const auto* bias : {&parts_.gate_bias, &parts_.up_bias}) {
+    if (!bias->empty() && static_cast<int>(bias->size()) != neurons_) throw std::invalid_argument("bias needs one float a neuron");
+  }
+}
+
+int NeuronsOp::pieces() const { return (neurons_ + kPiece - 1) / kPiece; }
+
+QuantizedRows NeuronsOp::quantized(int rows) const {
+  LinearStorage& s = *shared_;
+  return {rows, rows, s.q.data(), s.scale.data(), s.bias.data(), s.sums.data()};
+}
+
+bool NeuronsOp::wants(int row, int neuron) const {
+  return !listed() || (storage_->wanted[static_cast<size_t>(row * words() + neuron / kWord)] >> (neuron % kWord) & 1) != 0;
+}
+
+float* NeuronsOp::gate_row(int row, Context& context) const {
+  float* rows = parts_.gate ? storage_->gate.data() : context.buffers[parts_.gate_buffer];
+  return rows + static_cast<ptrdiff_t>(row) * padded(neurons_);
+}
+
+// The union of the lists, and each row's as bits.
+void NeuronsOp::list_wanted(int rows) {
+  const NeuronLists& lists = *parts_.lists;
+  if (lists.rows() != rows) {
+    throw std::invalid_argument("neurons are listed for " + std::to_string(lists.rows()) + " rows, the batch has " + std::to_string(rows));
+  }
+  std::vector<uint64_t>& bits = storage_->wanted;
+  bits.assign(static_cast<size_t>(rows * words()), 0);
+  for (int row = 0; row < rows; ++row) {
+    for (int i = lists.offsets[static_cast<size_t>(row)]; i < lists.offsets[static_cast<size_t>(row) + 1]; ++i) {
+      const int id = lists.ids[static_cast<size_t>(i)];
+      if (id < 0 || id >= neurons_) throw std::invalid_argument("neuron " + std::to_string(id) + " of " + std::to_string(neurons_));
+      bits[static_cast<size_t>(row * words() + id / kWord)] |= uint64_t{1} << (id % kWord);
+    }
+  }
+  std::vector<uint64_t> any(bits.begin(), bits.begin() + (rows > 0 ? words() : 0));
+  for (int row = 1; row < rows; ++row) {
+    for (int w = 0; w < words(); ++w) any[static_cast<size_t>(w)] |= bits[static_cast<size_t>(row * words() + w)];
+  }
+  storage_->listed.clear();
+  append_bits(any.data(), static_cast<int>(any.size()), storage_->listed);
+}
+
+void NeuronsOp::prepare(const Batch& batch) {
+  const int n = rows(batch);
+  const size_t rows = static_cast<size_t>(n), groups = static_cast<size_t>((inputs_ + kGroup - 1) / kGroup);
+  NeuronStorage& s = *storage_;
+  if (floats_) {
+    if (threshold_.value >= 0.0f) grow(shared_->masked, rows * static_cast<size_t>(padded(inputs_)));
+  } else {
+    grow(shared_->q, rows * groups * kGroup);
+    grow(shared_->scale, rows * groups);
+    grow(shared_->bias, rows * groups);
+    grow(shared_->sums, 2 * rows * groups);
+    const size_t whole = (groups + kSuper - 1) / kSuper * kSuper;
+    grow(s.q, whole * kGroup);
+    grow(s.scale, whole);
+    grow(s.bias, whole);
+    grow(s.sums, 3 * whole);
+  }
+  if (listed()) list_wanted(n);
+  if (parts_.gate) {
+    s.gate.assign(rows * static_cast<size_t>(padded(neurons_)), 0.0f);
+    grow(s.values, rows * static_cast<size_t>(padded(neurons_)));
+    if (!listed() && static_cast<int>(s.all.size()) < neurons_) {
+      s.all.resize(static_cast<size_t>(neurons_));
+      std::iota(s.all.begin(), s.all.end(), 0);
+    }
+    gate_ids_ = listed() ? s.listed.data() : s.all.data();
+    gate_count_ = listed() ? static_cast<int>(s.listed.size()) : neurons_;
+  }
+  grow(s.active, rows * static_cast<size_t>(words()));
+  if (parts_.up) grow(s.values, rows * static_cast<size_t>(padded(neurons_)));
+}
+
+int NeuronsOp::items(int phase, const Batch& batch) const {
+  const int n = rows(batch);
+  if (n == 0) return 0;
+  switch (phase) {
+    case 0: return floats_ && threshold_.value < 0.0f ? 0 : n;
+    case 1: return parts_.gate ? tiles(gate_count_) : 0;
+    case 2: return n * pieces();
+    case 3: return 1;
+    default: return parts_.up ? tiles(static_cast<int>(storage_->ids.size())) : 0;
+  }
+}
+
+size_t NeuronsOp::scratch_bytes(int max_rows) const {
+  return std::max(linear_scratch_bytes(max_rows), kPiece * sizeof(float));
+}
+
+void NeuronsOp::run(int phase, int begin, int end, int, Context& context) {
+  switch (phase) {
+    case 0:
+      for (int row = begin; row < end; ++row) prepare_row(row, context);
+      break;
+    case 1: run_gate(begin, end, context); break;
+    case 2:
+      for (int item = begin; item < end; ++item) activate(item / pieces(), item % pieces(), context);
+      break;
+    case 3: collect(context); break;
+    default: run_up(begin, end, context);
+  }
+}
+
+void NeuronsOp::prepare_row(int row, Context& context) {
+  const float* x = context.buffers[parts_.x] + static_cast<ptrdiff_t>(row) * padded(inputs_);
+  const bool sparse = threshold_.applies(context.batch, selected() ? context.batch.out_rows[row] : row);
+  if (floats_) {
+    float* to = shared_->masked.data() + static_cast<ptrdiff_t>(row) * padded(inputs_);
+    if (sparse) {
+      linear_.mask(x, inputs_, threshold_.value, threshold_.scales(), to);
+    } else {
+      std::memcpy(to, x, static_cast<size_t>(inputs_) * sizeof(float));
+    }
+    return;
+  }
+  const QuantizedRows q = quantized(rows(context.batch));
+  linear_.quantize(x, inputs_, sparse ? threshold_.value : -1.0f, threshold_.scales(), q, row);
+  if (q.rows == 1) arrange();
+}
+
+// The single row of a step in the order of the neurons layout; groups past the end are 0.
+void NeuronsOp::arrange() {
+  NeuronStorage& s = *storage_;
+  const QuantizedRows x = quantized(1);
+  const int groups = inputs_ / kGroup, whole = (groups + kSuper - 1) / kSuper * kSuper;
+  for (int g = 0; g < whole; ++g) {
+    int8_t* to = s.q.data() + static_cast<ptrdiff_t>(g / kSuper) * kSuper * kGroup + 4 * (g % kSuper);
+    const size_t at = static_cast<size_t>(g);
+    const bool real = g < groups;
+    for (int v = 0; v < 8; ++v) {
+      uint32_t quad = 0;
+      if (real) std::memcpy(&quad, x.q + kGroup * g + 4 * v, sizeof quad);
+      std::memcpy(to + 32 * v, &quad, sizeof quad);
+    }
+    s.scale[at] = real ? x.scale[g] : 0.0f;
+    s.bias[at] = real ? x.bias[g] : 0.0f;
+    const int32_t first = real ? x.sums[2 * g] : 0, second = real ? x.sums[2 * g + 1] : 0;
+    s.sums[at] = first + second;
+    s.sums[at + static_cast<size_t>(whole)] = first;
+    s.sums[at + 2 * static_cast<size_t>(whole)] = second;
+  }
+}
+
+// values[row][i] = row ids[i] of the matrix times x, for the tiles [begin, end) of ids; `end` past the last id is cut.
+void NeuronsOp::compute(const PackedMatrix& matrix, const int32_t* ids, int begin, int end, Context& context) {
+  const int n = rows(context.batch), ldy = padded(neurons_);
+  float* y = storage_->values.data() + begin;
+  if (floats_) {
+    const float* x = threshold_.value >= 0.0f ? shared_->masked.data() : context.buffers[parts_.x];
+    kernels_.float_gemm(matrix.matrix(), x, n, padded(inputs_), ids + begin, end - begin, y, ldy, context.scratch);
+  } else if (n == 1) {
+    const NeuronStorage& s = *storage_;
+    const int whole = (inputs_ / kGroup + kSuper - 1) / kSuper * kSuper;
+    const NeuronInput x{s.q.data(), s.scale.data(), s.bias.data(), s.sums.data(), whole};
+    kernels_.gemv(matrix.matrix(), x, ids + begin, end - begin, y, context.scratch);
+  } else {
+    kernels_.gemm(matrix.matrix(), quantized(n), ids + begin, end - begin, y, ldy, context.scratch);
+  }
+  context.counters->bytes_read += matrix.matrix().row_bytes() * static_cast<size_t>(end - begin);
+}
+
+void NeuronsOp::run_gate(int begin, int end, Context& context) {
+  const int first = begin * kTile, last = std::min(end * kTile, gate_count_), n = rows(context.batch);
+  compute(*parts_.gate, gate_ids_, first, last, context);
+  for (int row = 0; row < n; ++row) {
+    float* gate = gate_row(row, context);
+    const float* values = storage_->values.data() + static_cast<ptrdiff_t>(row) * padded(neurons_);
+    for (int i = first; i < last; ++i) {
+      const int id = gate_ids_[i];
+      if (!wants(row, id)) continue;
+      gate[id] = values[i] + (parts_.gate_bias.empty() ? 0.0f : parts_.gate_bias[static_cast<size_t>(id)]);
+    }
+  }
+}
+
+// The piece's part of a row: which neurons are active, and zeros in the output (or all of it where there is no up).
+void NeuronsOp::activate(int row, int piece, Context& context) {
+  const int from = piece * kPiece, count = std::min(kPiece, neurons_ - from);
+  const float* gate = gate_row(row, context) + from;
+  float* out = context.buffers[out_] + static_cast<ptrdiff_t>(row) * padded(neurons_) + from;
+  float* activated = parts_.up ? reinterpret_cast<float*>(context.scratch) : out;
+  // Of dReLU the gate alone decides here; up is cut when it is known.
+  const Activation own = act_.activation == Activation::drelu ? Activation::relu : act_.activation;
+  ops_.act(gate, activated, count, own, act_.threshold);
+  uint64_t* bits = active(row) + from / kWord;
+  uint16_t found[kPiece / 16] = {};
+  kernels_.find_above(activated, count, 0.0f, true, found);
+  const int words = (count + kWord - 1) / kWord;
+  std::memcpy(bits, found, static_cast<size_t>(words) * sizeof(uint64_t));
+  if (listed()) {
+    // A neuron that is not listed has no gate: it is 0 whatever the activation makes of that.
+    const uint64_t* wanted = storage_->wanted.data() + static_cast<ptrdiff_t>(row) * this->words() + from / kWord;
+    for (int w = 0; w < words; ++w) bits[w] &= wanted[w];
+    for (int j = 0; j < count && !parts_.up; ++j) {
+      if (!wants(row, from + j)) out[j] = 0.0f;
+    }
+  }
+  if (parts_.up) std::memset(out, 0, static_cast<size_t>(count) * sizeof(float));
+}
+
+// The union of the rows' sets, and what they count.
+void NeuronsOp::collect(Context& context) {
+  const int n = rows(context.batch);
+  std::vector<uint64_t> any(static_cast<size_t>(words()), 0);
+  int64_t own = 0, gates = 0;
+  for (int row = 0; row < n; ++row) {
+    for (int w = 0; w < words(); ++w) {
+      any[static_cast<size_t>(w)] |= active(row)[w];
+      own += __builtin_popcountll(active(row)[w]);
+    }
+  }
+  if (parts_.gate) gates = listed() ? parts_.lists->offsets.back() : static_cast<int64_t>(neurons_) * n;
+  // Counted as the input channels that as many weights would make in a dense matrix.
+  const int64_t computed = gates + (parts_.up ? own : 0), matrices = (parts_.gate ? 1 : 0) + (parts_.up ? 1 : 0);
+  context.counters->channels_active += static_cast<uint64_t>(computed * inputs_ / neurons_);
+  context.counters->channels_total += static_cast<uint64_t>(matrices * n) * static_cast<uint64_t>(inputs_);
+  storage_->ids.clear();
+  if (parts_.up) append_bits(any.data(), words(), storage_->ids);
+}
+
+void NeuronsOp::run_up(int begin, int end, Context& context) {
+  const std::vector<int32_t>& ids = storage_->ids;
+  const int first = begin * kTile, last = std::min(end * kTile, static_cast<int>(ids.size()));
+  compute(*parts_.up, ids.data(), first, last, context);
+  for (int row = 0; row < rows(context.batch); ++row) {
+    const float* gate = gate_row(row, context);
+    const float* values = storage_->values.data() + static_cast<ptrdiff_t>(row) * padded(neurons_);
+    const uint64_t* bits = active(row);
+    float* out = context.buffers[out_] + static_cast<ptrdiff_t>(row) * padded(neurons_);
+    for (int i = first; i < last; i += kTile) {
+      const int count = std::min(kTile, last - i);
+      float gates[kTile], ups[kTile], products[kTile];
+      for (int j = 0; j < count; ++j) {
+        const auto id = static_cast<size_t>(ids[static_cast<size_t>(i + j)]);
+        gates[j] = gate[id];
+        ups[j] = values[i + j] + (parts_.up_bias.empty() ? 0.0f : parts_.up_bias[id]);
+      }
+      ops_.gated_act(gates, ups, products, count, act_.activation, act_.threshold);
+      for (int j = 0; j < count; ++j) {
+        const int id = ids[static_cast<size_t>(i + j)];
+        if (bits[id / kWord] >> (id % kWord) & 1) out[id] = products[j];
+      }
+    }
+  }
+}
+
+namespace {
+
+class PickNeurons final : public Op {
+ public:
+  PickNeurons(const NeuronKernels& kernels, int scores, int neurons, float threshold, std::shared_ptr<NeuronLists> lists)
+      : kernels_(kernels), scores_(scores), neurons_(neurons), threshold_(threshold), lists_(std::move(lists)) {}
+  const char* name() const override { return "pick_neurons"; }
+  int items(int, const Batch&) const override { return 1; }
+  void run(int, int, int, int, Context& context) override {
+    const int words = (neurons_ + kWord - 1) / kWord;
+    bits_.assign(static_cast<size_t>(words), 0);
+    found_.assign(static_cast<size_t>(4 * words), 0);
+    lists_->given = true;
+    lists_->ids.clear();
+    lists_->offsets.assign(1, 0);
+    for (int row = 0; row < rows(context.batch); ++row) {
+      const Batch& batch = context.batch;
+      if (batch.sparse[selected() ? batch.out_rows[row] : row] != 0) {
+        const float* score = context.buffers[scores_] + static_cast<ptrdiff_t>(row) * padded(neurons_);
+        kernels_.find_above(score, neurons_, threshold_, false, found_.data());
+        std::memcpy(bits_.data(), found_.data(), bits_.size() * sizeof(uint64_t));
+        append_bits(bits_.data(), words, lists_->ids);
+      } else {
+        for (int j = 0; j < neurons_; ++j) lists_->ids.push_back(j);
+      }
+      lists_->offsets.push_back(static_cast<int32_t>(lists_->ids.size()));
+    }
+  }
+
+ private:
+  const NeuronKernels& kernels_;
+  int scores_;
+  int neurons_;
+  float threshold_;
+  std::shared_ptr<NeuronLists> lists_;
+  std::vector<uint64_t> bits_;
+  std::vector<uint16_t> found_;
+};
+
+}  // namespace
+
+std::unique_ptr<Op> make_pick_neurons(const NeuronKernels& kernels, int scores, int neurons, float threshold,
+                                      std::shared_ptr<NeuronLists> lists) {
+  return std::make_unique<PickNeurons>(kernels, scores, neurons, threshold, std::move(lists));
+}
+
+}  // namespace thinfer

@@ -1,0 +1,103 @@
+// FFN neurons that do not fire: out = act(gate x) * (up x), computed for some neurons only.
+//
+// Which are active follows from a list that somebody gave, or from act(gate x) not being 0, or from both. Only the rows of
+// `up` that belong to active neurons are read. A row of a batch keeps its own set; the weights of the union are read once.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "linear.h"
+#include "neuron_kernels.h"
+#include "ops.h"
+
+namespace thinfer {
+
+// Neurons asked for before the gate is known: by a caller, or by an op that runs earlier in the program.
+struct NeuronLists {
+  bool given = false;
+  std::vector<int32_t> ids;      // ascending for each row of the batch
+  std::vector<int32_t> offsets;  // row r has ids[offsets[r], offsets[r + 1])
+  int rows() const { return static_cast<int>(offsets.size()) - 1; }
+};
+
+// Storage that the neurons ops of one program share, as they run one after another.
+struct NeuronStorage {
+  std::vector<int8_t> q;         // NeuronInput
+  std::vector<float> scale, bias;
+  std::vector<int32_t> sums;
+  std::vector<float> gate;       // [rows][padded neurons], where the op computes it
+  std::vector<float> values;     // of the rows of a matrix: [rows][padded count]
+  std::vector<uint64_t> wanted;  // [rows][words] bit of a neuron: in the row's list
+  std::vector<uint64_t> active;  // [rows][words] and its activation is not 0
+  std::vector<int32_t> ids;      // of the union of `active`
+  std::vector<int32_t> all;      // 0, 1, ...
+  std::vector<int32_t> listed;   // of the union of lists
+};
+
+// What an op computes from. Matrices are in the neurons layout.
+struct NeuronParts {
+  int x = -1;
+  int gate_buffer = -1;                      // gate x, computed before; or
+  std::shared_ptr<const PackedMatrix> gate;  // computed here for the neurons listed, or all when no list is given
+  std::shared_ptr<const PackedMatrix> up;    // null: out = act(gate x)
+  std::vector<float> gate_bias, up_bias;     // empty, or one float a neuron
+  std::shared_ptr<NeuronLists> lists;        // null: none is ever given
+};
+
+class NeuronsOp : public Op {
+ public:
+  // Throws std::invalid_argument on sizes and layouts.
+  NeuronsOp(Isa isa, NeuronParts parts, int out, Act act, Activations activations,
+            std::shared_ptr<LinearStorage> linear, std::shared_ptr<NeuronStorage> storage);
+
+  // As for the linear op of the same site: channels of x that count as 0.
+  void set_threshold(Threshold threshold) { threshold_ = std::move(threshold).padded_to(inputs_); }
+  int inputs() const { return inputs_; }
+  int neurons() const { return neurons_; }
+
+  const char* name() const override { return "neurons"; }
+  void prepare(const Batch& batch) override;
+  int phases() const override { return 5; }
+  int items(int phase, const Batch& batch) const override;
+  void run(int phase, int begin, int end, int thread, Context& context) override;
+  size_t scratch_bytes(int max_rows) const override;
+
+ private:
+  int words() const { return (neurons_ + 63) / 64; }
+  int pieces() const;
+  bool listed() const { return parts_.lists && parts_.lists->given; }
+  uint64_t* active(int row) const { return storage_->active.data() + static_cast<ptrdiff_t>(row) * words(); }
+  bool wants(int row, int neuron) const;
+  float* gate_row(int row, Context& context) const;
+  void list_wanted(int rows);
+  void prepare_row(int row, Context& context);
+  void arrange();
+  void compute(const PackedMatrix& matrix, const int32_t* ids, int begin, int end, Context& context);
+  void run_gate(int begin, int end, Context& context);
+  void activate(int row, int piece, Context& context);
+  void collect(Context& context);
+  void run_up(int begin, int end, Context& context);
+  QuantizedRows quantized(int rows) const;
+
+  const LinearKernels& linear_;
+  const NeuronKernels& kernels_;
+  const OpKernels& ops_;
+  NeuronParts parts_;
+  int out_;
+  Act act_;
+  Threshold threshold_;
+  std::shared_ptr<LinearStorage> shared_;
+  std::shared_ptr<NeuronStorage> storage_;
+  int inputs_ = 0, neurons_ = 0;
+  bool floats_ = false;
+  const int32_t* gate_ids_ = nullptr;  // of this step
+  int gate_count_ = 0;
+};
+
+// The end of a predictor: fills `lists` with the neurons whose score [rows, neurons] is above the threshold (NaN is), in
+// rows that the batch marks as sparse; the others get all.
+std::unique_ptr<Op> make_pick_neurons(const NeuronKernels& kernels, int scores, int neurons, float threshold,
+                                      std::shared_ptr<NeuronLists> lists);
+
+}  // namespace thinfer

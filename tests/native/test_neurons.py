@@ -1,0 +1,270 @@
+"""The neurons op: for every stored type the bits of the dense kernels, whichever neurons are computed; its reads."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("thinfer._core")
+
+from native.linear_op import FLOATS, QUANTISED, Linear, layouts, pack, pool, read_back, weights
+from thinfer import _core
+from thinfer.core.active_set import ActiveSet
+
+NEURONS, INPUTS = 150, 1024
+TYPES = (*QUANTISED, *FLOATS)
+
+
+class Neurons:
+    """One neurons op; calling it runs a batch. The gate is a buffer of its own unless a matrix is given."""
+
+    def __init__(self, isa, up, inputs=INPUTS, *, gate=None, activations="int8", threads=1, act="relu", **biases):
+        neurons = NEURONS
+        self.program = _core.Program(isa, pool(threads), Linear.MAX_ROWS)
+        self.x, self.out = self.program.add_buffer(inputs), self.program.add_buffer(neurons)
+        self.gate = self.program.add_buffer(neurons)
+        self.lists = _core.NeuronLists()
+        self.op = self.program.op_neurons(
+            self.x,
+            self.out,
+            act,
+            0.0,
+            activations,
+            self.gate if gate is None else None,
+            gate,
+            up,
+            biases.get("gate_bias"),
+            biases.get("up_bias"),
+            self.lists,
+        )
+
+    def threshold(self, value, scale=None):
+        self.program.set_threshold(self.op, value, scale)
+        return self
+
+    def __call__(self, x, gate=None, sparse=True):
+        rows = len(x)
+        self.program.buffer(self.x)[:rows] = x
+        if gate is not None:
+            self.program.buffer(self.gate)[:rows] = gate
+        self.program.buffer(self.out)[:] = 12345
+        zeros = np.zeros(rows, np.int32)
+        marks = np.broadcast_to(np.asarray(sparse, np.uint8), rows).copy()
+        table = np.zeros((rows, 1), np.int32)
+        self.program.run(0, 1, zeros, zeros, np.arange(rows, dtype=np.int32), marks, zeros[:0], table)
+        result = self.program.buffer(self.out)
+        assert (result[rows:] == 12345).all()
+        return result[:rows].copy()
+
+    def counters(self):
+        (counter,) = self.program.take_counters()
+        return counter
+
+
+def row_layout(stored):
+    return layouts(stored)[0]
+
+
+def dense(isa, stored, x, *, inputs=INPUTS, segments=1, seed=0, **options):
+    layout, chunk = row_layout(stored)
+    raw, _ = weights(stored, NEURONS, inputs, seed)
+    return Linear(isa, [pack([(raw, stored)], inputs, layout, chunk, segments)], inputs, NEURONS, **options)(x)
+
+
+def packed(stored, inputs=INPUTS, segments=1, seed=0):
+    return pack([(weights(stored, NEURONS, inputs, seed)[0], stored)], inputs, "neurons", 0, segments)
+
+
+def inputs_of(stored):
+    """Inputs whose groups end in a whole record, in one group, and between (types of blocks of 256: whole ones)."""
+    return (1024, 768) if stored.endswith("_K") else (1024, 1056, 576)
+
+
+def rows_of(rng, rows, inputs=INPUTS):
+    return rng.standard_normal((rows, inputs)).astype(np.float32)
+
+
+def bits_equal(actual, expected):
+    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
+
+
+@pytest.mark.parametrize("stored", TYPES)
+def test_rows_read_back_and_nothing_is_padded(stored):
+    for inputs in inputs_of(stored):
+        raw, values = weights(stored, NEURONS, inputs)
+        matrix = packed(stored, inputs)
+        np.testing.assert_array_equal(read_back(matrix, NEURONS), values)
+        assert matrix.layout == "neurons"
+        assert matrix.nbytes <= raw.nbytes * 1.03  # K types unpack their 6-bit scales
+
+
+@pytest.mark.parametrize("stored", TYPES)
+@pytest.mark.parametrize("activations", ["int8", "f32"])
+def test_all_neurons_have_the_bits_of_the_dense_kernels(isa, stored, activations):
+    rng = np.random.default_rng(0)
+    for inputs in inputs_of(stored):
+        for segments in (1, 3) if stored in QUANTISED else (1,):
+            up = Neurons(isa, packed(stored, inputs, segments), inputs, activations=activations)
+            for rows in (1, 2, 7, 130) if inputs == INPUTS else (1, 3):
+                x = rows_of(rng, rows, inputs)
+                expected = dense(isa, stored, x, inputs=inputs, segments=segments, activations=activations)
+                bits_equal(up(x, np.ones((rows, NEURONS), np.float32)), expected)
+
+
+@pytest.mark.parametrize("stored", TYPES)
+def test_only_what_fires_is_computed_and_each_row_has_its_own(isa, stored):
+    rng = np.random.default_rng(1)
+    matrix = packed(stored, segments=2 if stored in QUANTISED else 1)
+    up = Neurons(isa, matrix, threads=2)
+    for rows, density in ((1, 0.0), (1, 1 / NEURONS), (1, 0.1), (3, 0.1), (3, 0.0), (5, 0.6)):
+        fires = rng.random((rows, NEURONS)) < density
+        gate = np.where(fires, rng.uniform(0.5, 2, fires.shape), -1).astype(np.float32)
+        x = rows_of(rng, rows)
+        ups = dense(isa, stored, x, segments=2 if stored in QUANTISED else 1)
+        actual = up(x, gate)
+        np.testing.assert_array_equal(actual, np.where(fires, gate * ups, np.float32(0)))
+        union = int(fires.any(axis=0).sum())
+        counter = up.counters()
+        assert counter.bytes_read == union * matrix.nbytes // NEURONS
+        assert counter.channels_total == rows * INPUTS
+        assert counter.channels_active == int(fires.sum()) * INPUTS // NEURONS
+
+
+@pytest.mark.parametrize("stored", ["Q4_0", "Q6_K", "F16", "F32"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_listed_neurons_have_a_gate_of_their_own(isa, stored, gated):
+    rng = np.random.default_rng(2)
+    gate_bias, up_bias = (rng.standard_normal(NEURONS).astype(np.float32) for _ in range(2))
+    gate, up = packed(stored, seed=1), packed(stored) if gated else None
+    biases = {"gate_bias": gate_bias, "up_bias": up_bias if gated else None}
+    op = Neurons(isa, up, gate=gate, threads=2, act="silu", **biases)
+    for rows in (1, 4, 20):
+        x = rows_of(rng, rows)
+        gates = dense(isa, stored, x, seed=1) + gate_bias
+        ups = dense(isa, stored, x) + up_bias
+        fires = _core.act(isa, gates, "silu", None, None, 0.0) != 0
+        full = _core.gated_act(isa, np.hstack([gates, ups if gated else np.ones_like(ups)]), "silu", None, None, 0.0)
+        op.lists.clear()
+        np.testing.assert_array_equal(op(x), full)  # what does not fire is 0, never -0
+        op.counters()
+        for density in (0.0, 0.2, 1.0):
+            mask = rng.random((rows, NEURONS)) < density
+            active = ActiveSet.where(mask)
+            op.lists.set(active.ids, active.offsets)
+            np.testing.assert_array_equal(op(x), np.where(mask, full, np.float32(0)))
+            counter = op.counters()
+            matrices = 2 if gated else 1
+            ups_read = int((mask & fires).any(axis=0).sum()) if gated else 0
+            assert counter.bytes_read == (len(active.union()) + ups_read) * gate.nbytes // NEURONS
+            assert counter.channels_total == matrices * rows * INPUTS
+
+
+@pytest.mark.parametrize("activations", ["int8", "f32"])
+def test_thresholds_act_as_in_the_linear_op(isa, activations):
+    rng = np.random.default_rng(3)
+    scale = rng.uniform(0.5, 2, INPUTS).astype(np.float32)
+    layout, chunk = row_layout("Q4_0")
+    matrix = pack([(weights("Q4_0")[0], "Q4_0")], INPUTS, layout, chunk)
+    linear = Linear(isa, [matrix], INPUTS, NEURONS, activations=activations)
+    up = Neurons(isa, packed("Q4_0"), activations=activations)
+    for rows in (1, 5):
+        x, marks = rows_of(rng, rows), rng.integers(0, 2, rows)
+        for value, scales in ((0.7, None), (0.7, scale), (-1.0, None)):
+            expected = linear.threshold(value, scales)(x, marks)
+            bits_equal(up.threshold(value, scales)(x, np.ones((rows, NEURONS), np.float32), marks), expected)
+
+
+def test_nan_counts_as_firing_and_reaches_its_neuron_alone(isa):
+    rng = np.random.default_rng(4)
+    x, gate = rows_of(rng, 2), np.full((2, NEURONS), -1, np.float32)
+    gate[1, 7] = np.nan
+    result = Neurons(isa, packed("Q4_0"))(x, gate)
+    assert np.isnan(result[1, 7])
+    result[1, 7] = 0
+    assert not result.any()
+
+
+@pytest.mark.parametrize("stored", ["Q4_0", "F16"])
+def test_threads_change_no_bit(isa, stored):
+    rng = np.random.default_rng(5)
+    for rows in (1, 6):
+        x, gate = rows_of(rng, rows), rng.standard_normal((rows, NEURONS)).astype(np.float32)
+        one, three = (Neurons(isa, packed(stored), threads=threads)(x, gate) for threads in (1, 3))
+        bits_equal(one, three)
+
+
+def test_worst_values_do_not_saturate(isa):
+    """All quants at their ends against activations of ±127: int16 sums at their widest."""
+    x = np.ones((1, INPUTS), np.float32) * np.where(np.arange(INPUTS) % 3 == 0, -1, 1).astype(np.float32)
+    for stored in QUANTISED:
+        raw, _ = weights(stored)
+        for byte in (0x00, 0xFF, 0x80, 0x7F):
+            blocks = raw.copy()
+            size = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+            view = blocks.reshape(len(blocks), -1, size[stored])
+            quants = (
+                slice(0, 192)
+                if stored == "Q6_K"
+                else slice(16 if stored.endswith("_K") else 2 + 2 * (stored[3] == "1"), None)
+            )
+            view[..., quants] = byte
+            neurons = pack([(blocks, stored)], INPUTS, "neurons", 0, 1)
+            rows = pack([(blocks, stored)], INPUTS)
+            expected = Linear(isa, [rows], INPUTS, NEURONS)(x)
+            bits_equal(Neurons(isa, neurons)(x, np.ones((1, NEURONS), np.float32)), expected)
+
+
+def test_a_predictor_lists_what_scores_above_its_threshold_in_sparse_rows(isa):
+    rng = np.random.default_rng(6)
+    program = _core.Program(isa, pool(1), 4)
+    scores = program.add_buffer(NEURONS)
+    lists = _core.NeuronLists()
+    program.op_pick_neurons(scores, 0.25, lists)
+    x, out = program.add_buffer(INPUTS), program.add_buffer(NEURONS)
+    program.op_neurons(
+        x, out, "relu", 0.0, "int8", None, packed("Q4_0"), None, np.full(NEURONS, 1e4, np.float32), None, lists
+    )
+    given = rng.standard_normal((3, NEURONS)).astype(np.float32)
+    given[0, 3] = np.nan
+    program.buffer(scores)[:3] = given
+    program.buffer(x)[:3] = rows_of(rng, 3)
+    zeros = np.zeros(3, np.int32)
+    marks = np.array([1, 1, 0], np.uint8)
+    program.run(0, 2, zeros, zeros, np.arange(3, dtype=np.int32), marks, zeros[:0], np.zeros((3, 1), np.int32))
+    computed = program.buffer(out)[:3] != 0
+    np.testing.assert_array_equal(computed[:2], ~(given[:2] <= 0.25))
+    assert computed[2].all()
+    assert lists.count == computed.sum()
+
+
+def test_what_does_not_fit_is_refused(isa):
+    up = packed("Q4_0")
+    program = _core.Program(isa, pool(1), 2)
+    x, out, gate = program.add_buffer(INPUTS), program.add_buffer(NEURONS), program.add_buffer(NEURONS)
+    wide = program.add_buffer(NEURONS + 1)
+
+    def add(x=x, out=out, gate=gate, matrix=None, up=up, **biases):
+        given = biases.get("gate_bias"), biases.get("up_bias")
+        program.op_neurons(x, out, "relu", 0.0, "int8", gate, matrix, up, *given, None)
+
+    for message, wrong in {
+        "either a buffer or a matrix": {"gate": None},
+        "needs a matrix": {"up": None},
+        "neurons layout": {"up": pack([(weights("Q4_0")[0], "Q4_0")], INPUTS)},
+        "same shape": {"gate": None, "matrix": packed("Q4_0", 576)},
+        "one float a neuron": {"up_bias": np.ones(3, np.float32)},
+        "reads": {"out": gate},
+        "wide": {"out": wide},
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            add(**wrong)
+    with pytest.raises(ValueError, match="neurons op"):
+        Linear(isa, [up], INPUTS, NEURONS)
+    for ids, offsets in (([1, 1], [0, 2]), ([2, 1], [0, 2]), ([-1], [0, 1]), ([1], [0, 2]), ([], [])):
+        with pytest.raises(ValueError, match=r"ascend|offsets"):
+            _core.NeuronLists().set(np.array(ids, np.int32), np.array(offsets, np.int32))
+    op = Neurons(isa, up, gate=packed("Q4_0", seed=1))
+    op.lists.set(np.array([1], np.int32), np.array([0, 1], np.int32))
+    with pytest.raises(ValueError, match="listed for 1 rows, the batch has 2"):
+        op(rows_of(np.random.default_rng(0), 2))
+    op.lists.set(np.array([NEURONS], np.int32), np.array([0, 1], np.int32))
+    with pytest.raises(ValueError, match=f"neuron {NEURONS} of {NEURONS}"):
+        op(rows_of(np.random.default_rng(0), 1))
