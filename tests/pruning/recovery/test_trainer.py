@@ -16,7 +16,7 @@ OPTIONS = TrainOptions(steps=12, lr=0.01, warmup=3, accumulate=2, weight_decay=0
 
 def network():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 2))
+    return nn.Sequential(nn.Linear(6, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 2))
 
 
 def batches(number):
