@@ -1,8 +1,12 @@
 """The tiny model that the tests of several rooms share."""
 
+import os
 import signal
 
 import pytest
+
+# Before NumPy and PyTorch are loaded: their threads wait by spinning, which stalls tests that run beside others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from thinfer.formats.checkpoint import open_checkpoint
 from thinfer.models.loader import load_model
