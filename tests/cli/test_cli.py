@@ -164,6 +164,7 @@ def test_engine_options_reach_the_engine(llm):
         "sparsity": True,
         "executor": "auto",
         "layout": "auto",
+        "neurons": "auto",
     }
     invoke("run", "m", "x", "--layout", "rows")
     assert llm.last.keywords["layout"] == "rows"

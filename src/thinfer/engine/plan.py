@@ -82,7 +82,7 @@ class MatrixPlan:
     skipped: Skipped | None = None
 
     def as_rows(self, why: str) -> "MatrixPlan":
-        """The same matrix as dense use wants it: in rows, float weights in columns read in order; the bits are the same."""
+        """The same matrix as dense use wants it: in rows, float weights in columns read in order; the same bits."""
         floats = self.codec == "f16" or (self.codec is None and self.type in FLOAT_BITS)
         return replace(self, layout="columns" if floats else "rows", chunk=_OUT_BLOCK if floats else 0, why=why)
 
