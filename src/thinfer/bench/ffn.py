@@ -103,22 +103,13 @@ def measure(
     """
     rng = np.random.default_rng(seed)
     progress("packing")
-    pool, arena = _core.ThreadPool(threads), _core.Arena()
+    pool = _core.ThreadPool(threads)
     weights = _random_weights(shape, rng)
     x = rng.standard_normal(shape.hidden, np.float32)
     for sparsity in sparsities:
         progress(f"{shape.type} {kind} {sparsity:g}")
         active = [firing(shape.intermediate, 1 - sparsity, rng) for _ in range(copies)]
-        dense = _Runner(shape, "dense", weights, active, pool, arena, rng)
-        sparse = _Runner(shape, kind, weights, active, pool, arena, rng)
-        times: list[tuple[float, float]] = []
-        # The first round wakes threads and pages and is not counted.
-        for turn in range(-1, rounds):
-            pair = dense.time(x), sparse.time(x)
-            if turn >= 0:
-                times.append(pair)
-        if not np.array_equal(dense.result(), sparse.result()):
-            raise ThinferError(f"{shape.type} {kind}: skipping neurons changed the result; please report this")
+        times, dense_bytes, sparse_bytes = _measure_level(shape, kind, weights, active, pool, rng, x, rounds)
         dense_time, sparse_time = (statistics.median(column) for column in zip(*times, strict=True))
         share = float(np.mean([mask.mean() for mask in active]))
         matrices = 3 if shape.gated else 2
@@ -136,10 +127,34 @@ def measure(
             "sparse_us": round(sparse_time * 1e6, 1),
             "ratio_median": round(statistics.median(d / s for d, s in times), 3),
             "byte_ceiling": round(matrices / (whole + (matrices - whole) * share), 3),
-            "bytes_ratio": round(dense.bytes_read / sparse.bytes_read, 3),
-            "touched_gb_s": round(sparse.bytes_read / sparse_time / 1e9, 2),
+            "bytes_ratio": round(dense_bytes / sparse_bytes, 3),
+            "touched_gb_s": round(sparse_bytes / sparse_time / 1e9, 2),
             "seed": seed,
         }
+
+
+def _measure_level(
+    shape: FfnShape,
+    kind: ListKind,
+    weights: _Weights,
+    active: Sequence[NDArray[np.bool_]],
+    pool: _core.ThreadPool,
+    rng: np.random.Generator,
+    x: Float32,
+    rounds: int,
+) -> tuple[list[tuple[float, float]], float, float]:
+    """Seconds of dense and sparse by round, and the bytes each reads; the memory is given back on return."""
+    dense = _Runner(shape, "dense", weights, active, pool, rng)
+    sparse = _Runner(shape, kind, weights, active, pool, rng)
+    times: list[tuple[float, float]] = []
+    # The first round wakes threads and pages and is not counted.
+    for turn in range(-1, rounds):
+        pair = dense.time(x), sparse.time(x)
+        if turn >= 0:
+            times.append(pair)
+    if not np.array_equal(dense.result(), sparse.result()):
+        raise ThinferError(f"{shape.type} {kind}: skipping neurons changed the result; please report this")
+    return times, dense.bytes_read, sparse.bytes_read
 
 
 class _Runner:
@@ -152,10 +167,9 @@ class _Runner:
         weights: _Weights,
         active: Sequence[NDArray[np.bool_]],
         pool: _core.ThreadPool,
-        arena: _core.Arena,
         rng: np.random.Generator,
     ) -> None:
-        self._shape, self._pool, self._arena = shape, pool, arena
+        self._shape, self._pool, self._arena = shape, pool, _core.Arena()
         self._program = _core.Program(None, pool, 1)
         self._program.set_profiling(True)
         self._x = self._program.add_buffer(shape.hidden)
