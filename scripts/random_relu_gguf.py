@@ -3,8 +3,7 @@
 Both hold the same random Q4_0 tensors. One is a `thinfer-llama` with FATReLU, the other a `llama`, whose readers run
 SiLU and every neuron. Rows of gate are independent, so after RMSNorm the pre-activations of a token are normal, with
 the variance hidden · σ² where σ² is the mean square of a weight. The quantile of the stated share is the threshold, and
-that share of neurons is exactly zero. Which ones is new with every token: there are no hot neurons, and neighbouring
-tokens share no more than chance. One matrix is held at a time.
+that share of neurons is exactly zero. No training is behind which ones those are. One matrix is held at a time.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ The files are those of random_relu_gguf.py: the same tensors, sparse for us and 
 
 Contenders, each in a process of its own, in interleaved rounds of decode steps after a prompt of 16:
 
-* dense: all neurons (`--neurons off`);
-* exact: gate first, then up and down for what fires (`--neurons skip`);
+* dense: all neurons, in rows (`--neurons off`);
+* exact: gate first, then up and down for what fires (`--neurons skip --layout columns`: what is timed at load otherwise
+  is given, so that load by others does not choose);
 * given: lists of just those neurons that fire in that step, found by a first pass, as a perfect predictor would give
   them. Handing the lists over is in the time;
 * llama.cpp on the dense file.
@@ -86,7 +87,10 @@ class ShapeServer:
     def _load(self, request: dict[str, Any]) -> dict[str, Any]:
         self._listed = request["kind"] == "given"
         options = EngineOptions(
-            threads=request["threads"], neurons=KINDS[request["kind"]], max_model_len=request["tokens"]
+            threads=request["threads"],
+            neurons=KINDS[request["kind"]],
+            layout="rows" if request["kind"] == "dense" else "columns",
+            max_model_len=request["tokens"],
         )
         model = load_model(open_checkpoint(request["model"]))
         self._engine = Engine(model, options, neurons=NeuronSelector("given") if self._listed else None)
