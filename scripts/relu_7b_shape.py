@@ -89,7 +89,7 @@ class ShapeServer:
         options = EngineOptions(
             threads=request["threads"],
             neurons=KINDS[request["kind"]],
-            layout="rows" if request["kind"] == "dense" else "columns",
+            layout="auto" if request["kind"] == "dense" else "columns",
             max_model_len=request["tokens"],
         )
         model = load_model(open_checkpoint(request["model"]))
@@ -170,13 +170,12 @@ def require_same(contenders: Sequence[Contender], zeros: float) -> float:
 
 
 def groups(size: int, with_peer: bool) -> list[list[str]]:
-    """What is loaded together: all if memory allows, else dense with each of the others."""
-    names = [*KINDS, *(["peer"] if with_peer else [])]
+    """What is loaded together: all if memory allows, else dense with as many of the others as fit, at least one."""
+    others = [*list(KINDS)[1:], *(["peer"] if with_peer else [])]
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    if available > 1.2 * size * len(names):
-        return [names]
-    return [[names[0], other] for other in names[1:]]
+    many = max(1, int(available / (1.2 * size)) - 1)
+    return [["dense", *others[first : first + many]] for first in range(0, len(others), many)]
 
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -101,9 +102,11 @@ def test_other_logits_are_an_error(script):
         script.require_same(contenders, 0.9)
 
 
-def test_too_little_memory_loads_two_at_a_time(script):
+def test_too_little_memory_loads_fewer_at_a_time_with_dense_in_each(script):
     assert script.groups(1, with_peer=True) == [["dense", "exact", "given", "peer"]]
     assert script.groups(1 << 50, with_peer=False) == [["dense", "exact"], ["dense", "given"]]
+    available = int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1]) << 10
+    assert script.groups(int(available / 1.2 / 3.5), with_peer=True) == [["dense", "exact", "given"], ["dense", "peer"]]
 
 
 @pytest.mark.parametrize(
