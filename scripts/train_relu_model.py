@@ -48,7 +48,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from thinfer.activation.learning_curve import LearningCurve, can_plot, plot_curves
 from thinfer.activation.relu_swap import Ffn, ZeroMeter, find_ffns
-from thinfer.activation.relufy import neuron_sizes
+from thinfer.activation.relufy_loss import neuron_sizes
 from thinfer.calibration.text import cut_windows
 from thinfer.errors import ThinferError, UsageError
 from thinfer.pruning.checkpoint import round_weights, save_folder

@@ -20,7 +20,7 @@ from thinfer.errors import ArtifactError, UsageError
 from thinfer.pruning.checkpoint import load_torch
 from thinfer.pruning.quality import torch_perplexity
 from thinfer.pruning.recovery.language import TextBatches
-from thinfer.pruning.recovery.recover import Evaluation
+from thinfer.pruning.recovery.session import Evaluation
 from tiny_llama import write_tiny_llama
 
 SMALL = {"seqlen": 32, "batch": 2, "tokens": 20 * 64, "lr": 3e-3, "refit": 0, "eval_points": 4}
