@@ -19,7 +19,7 @@ from thinfer.errors import CheckFailed, UsageError
 from thinfer.pruning.checkpoint import LoadedModel, load_torch, require_device, require_new_folder
 from thinfer.pruning.quality import Quality, torch_perplexity
 from thinfer.pruning.recovery.distill import DistillLoss, distill_loss
-from thinfer.pruning.recovery.language import TextBatches, lm_loss, text_batches
+from thinfer.pruning.recovery.language import lm_loss, text_batches
 from thinfer.pruning.recovery.options import TextTraining
 from thinfer.pruning.recovery.state import STATE_NAME
 from thinfer.pruning.recovery.trainer import Batches, Loss, TrainResult, train
