@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from thinfer.pruning.statistics import InputStatistics
 
 Need = Literal["norm", "mean", "gram"]
-"""What is recorded of a matrix's inputs x[t, i]: Σ_t x², Σ_t x, Σ_t x xᵀ; each implies those before it."""
+"""What is recorded of a matrix's inputs x[t, i]: Σ_t x², Σ_t x (with the variance), Σ_t x xᵀ; each implies those before it."""
 
 
 @dataclass(frozen=True, slots=True)
