@@ -51,10 +51,10 @@ from thinfer.activation.relu_swap import Ffn, ZeroMeter, find_ffns
 from thinfer.activation.relufy_loss import neuron_sizes
 from thinfer.calibration.text import cut_windows
 from thinfer.errors import ThinferError, UsageError
-from thinfer.pruning.checkpoint import round_weights, save_folder
 from thinfer.pruning.quality import torch_perplexity
 from thinfer.pruning.recovery.language import TextBatches, lm_loss
 from thinfer.pruning.recovery.trainer import TrainOptions, train
+from thinfer.pruning.saving import round_weights, save_folder
 from thinfer.pruning.writing import exclusive
 
 BOS, EOS = 256, 257

@@ -19,12 +19,13 @@ from thinfer.activation.relufy_card import card, plot
 from thinfer.activation.relufy_loss import ReluLoss, choose_trainable
 from thinfer.activation.relufy_options import RelufyOptions
 from thinfer.errors import CheckFailed, UsageError
-from thinfer.pruning.checkpoint import LoadedModel, round_weights, save_folder
+from thinfer.pruning.checkpoint import LoadedModel
 from thinfer.pruning.recovery.language import TextBatches
 from thinfer.pruning.recovery.lora import Adapters
 from thinfer.pruning.recovery.session import Evaluation, Job, Progress, Session
 from thinfer.pruning.recovery.state import kept
 from thinfer.pruning.recovery.trainer import TrainResult
+from thinfer.pruning.saving import round_weights, save_folder
 from thinfer.pruning.writing import writing
 
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from thinfer.cli.main import app
 from thinfer.errors import CheckFailed, UsageError
-from thinfer.pruning.checkpoint import load_torch, save_folder
+from thinfer.pruning.checkpoint import load_torch
 from thinfer.pruning.quality import torch_perplexity
 from thinfer.pruning.recipe import make_recipe
 from thinfer.pruning.recovery import recover as module
@@ -21,6 +21,7 @@ from thinfer.pruning.recovery.recover import count_zeros, recover
 from thinfer.pruning.recovery.session import Evaluation
 from thinfer.pruning.recovery.state import STATE_NAME
 from thinfer.pruning.run import prune
+from thinfer.pruning.saving import save_folder
 from thinfer.pruning.verify import verify
 from tiny_llama import write_tiny_llama
 

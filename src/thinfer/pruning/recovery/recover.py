@@ -10,12 +10,12 @@ import torch
 
 from thinfer.errors import UsageError
 from thinfer.pruning.blocks import find_stack
-from thinfer.pruning.checkpoint import round_weights, save_folder
 from thinfer.pruning.recovery.lora import Adapters
 from thinfer.pruning.recovery.masked import Masks, hold, require_zeros, zero_masks
 from thinfer.pruning.recovery.options import RecoverOptions
 from thinfer.pruning.recovery.session import Evaluation, Job, Progress, Session
 from thinfer.pruning.recovery.trainer import TrainResult
+from thinfer.pruning.saving import round_weights, save_folder
 
 
 def recover(

@@ -16,13 +16,14 @@ import torch
 from thinfer.calibration.text import cut_windows, read_text
 from thinfer.data import evaluation_text
 from thinfer.errors import CheckFailed, UsageError
-from thinfer.pruning.checkpoint import LoadedModel, load_torch, require_device, require_new_folder
+from thinfer.pruning.checkpoint import LoadedModel, load_torch, require_device
 from thinfer.pruning.quality import Quality, torch_perplexity
 from thinfer.pruning.recovery.distill import DistillLoss, distill_loss
 from thinfer.pruning.recovery.language import lm_loss, text_batches
 from thinfer.pruning.recovery.options import TextTraining
 from thinfer.pruning.recovery.state import STATE_NAME
 from thinfer.pruning.recovery.trainer import Batches, Loss, TrainResult, train
+from thinfer.pruning.saving import require_new_folder
 from thinfer.pruning.writing import exclusive
 
 Progress = Callable[[str], None]
