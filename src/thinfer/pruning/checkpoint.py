@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from thinfer.errors import CheckpointError, ThinferError, UnsupportedError, UsageError
 from thinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from thinfer.formats.compressed_tensors import CompressedCheckpoint
+from thinfer.models.gguf_config import SPARSE_LLAMA
+from thinfer.pruning.known import require_known
 from thinfer.pruning.transformers_setup import forget_storage, quiet_transformers
 from thinfer.text.tokenizer import Tokenizer
 
@@ -129,6 +131,7 @@ def _open(ref: str | Path, dtype: str, device: str) -> tuple[Checkpoint, str, to
     import torch
 
     checkpoint = open_checkpoint(ref)
+    require_known(checkpoint)
     stored = Counter[str]()
     for info in checkpoint.tensors.values():
         stored[info.type] += info.nbytes
@@ -166,7 +169,7 @@ def _config(checkpoint: Checkpoint) -> Any:
 
 def _is_known(checkpoint: Checkpoint) -> bool:
     """Whether thinfer itself turns a GGUF file of this architecture into a model of transformers."""
-    return checkpoint.metadata.get("general.architecture") in ("llama", "qwen2", "qwen3")
+    return checkpoint.metadata.get("general.architecture") in ("llama", "qwen2", "qwen3", SPARSE_LLAMA)
 
 
 def _load_folder(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
