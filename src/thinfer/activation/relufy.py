@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -88,7 +89,8 @@ class _Run:
         self._model, self._batches = session.model, session.batches
         dense = session.dense
         self._dense: Any = None if dense is None else dense.model
-        self._curve = LearningCurve(session.states / "curve.json", f"{session.key} {session.evaluation}")
+        measured = hashlib.sha256(json.dumps(session.windows).encode()).hexdigest()
+        self._curve = LearningCurve(session.states / "curve.json", f"{session.key} {measured} {options.eval_points}")
 
     def go(self, folder: Path) -> dict[str, Any]:
         """Swap, fit, train, measure each step of the way, and write the folder; its report."""
