@@ -1,9 +1,10 @@
 """The other end of a `Worker` that prunes: ``python -m thinfer.bench.pruning_worker``, one run a process.
 
 The floor is what the passes over the calibration text must multiply, at the rate that this machine reaches on a float32
-product of the model's own largest matrix: every block runs once dense, for its statistics, and once pruned, for the
-next block (the last one does not), with the causal half of its attention; methods that ask for Gram matrices sum the
-half of each. What a method computes from these sums, loading and saving are not in it.
+product of the model's own largest matrix: every block runs once dense up to the last input of a matrix, for its
+statistics, and once pruned, for the next block (the last one does not), with the causal half of its attention; methods
+that ask for Gram matrices sum the half of each. What a method computes from these sums is not in it, nor are loading
+and saving.
 """
 
 from __future__ import annotations
@@ -107,20 +108,22 @@ def floor_operations(recipe: Recipe, model: Any, stack: Stack, samples: int, seq
     heads = config.num_attention_heads
     width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
     attention = 2.0 * tokens * seqlen * width
-    forward = []
+    small: Any = type(model)(one_block(config))
+    small.train(False)
+    sample = find_stack(small)
+    with torch.no_grad():
+        (trace,) = trace_blocks(small, sample, torch.zeros(1, _TRACED, dtype=torch.long))
+    shapes = {matrix.name: matrix.shape for matrix in sample.blocks[0].matrices}
+    # A run for statistics ends when the last input has been seen, before it is multiplied.
+    unused = sum(outputs * inputs for outputs, inputs in (shapes[name] for name in trace.inputs[-1]))
+    total = 0.0
     for block in stack.blocks:
         counts = Counter(matrix.kind for matrix in block.matrices)
         dense = sum(matrix.size for matrix in block.matrices if counts[matrix.kind] == 1)
-        forward.append(2.0 * tokens * dense + attention)
-    total: float = 2 * sum(forward) - forward[-1]
+        total += 2.0 * tokens * max(0, dense - unused) + attention
+        if block is not stack.blocks[-1]:
+            total += 2.0 * tokens * dense + attention
     if "gram" in recipe.make_method().needs:
-        small: Any = type(model)(one_block(config))
-        small.train(False)
-        (block,) = find_stack(small).blocks
-        ids = torch.zeros(1, _TRACED, dtype=torch.long)
-        with torch.no_grad():
-            (trace,) = trace_blocks(small, find_stack(small), ids)
-        shapes = {matrix.name: matrix.shape for matrix in block.matrices}
         # n² multiplications and additions for the half of a symmetric matrix, of each distinct input.
         total += len(stack.blocks) * sum(float(tokens) * shapes[names[0]][1] ** 2 for names in trace.inputs)
     return total

@@ -64,8 +64,13 @@ def save_folder(
             raise
 
 
-def round_weights(model: PreTrainedModel, dtype: str) -> None:
+def round_weights(model: PreTrainedModel, dtype: str, *, remedy: str = "save with --save-dtype float32") -> None:
     """Round the weights to a precision, in place and in the type they have: as they will be saved.
+
+    Args:
+        model: to round.
+        dtype: "float32", "bfloat16" or "float16".
+        remedy: what the message advises.
 
     Raises:
         CheckFailed: a weight is too large for it, or is not finite.
@@ -76,7 +81,7 @@ def round_weights(model: PreTrainedModel, dtype: str) -> None:
         if value.is_floating_point():
             value.data.copy_(value.data.to(getattr(torch, dtype)))
             if not torch.isfinite(value.data).all():
-                raise CheckFailed(f"{name} has a weight that {dtype} cannot hold; save with --save-dtype float32")
+                raise CheckFailed(f"{name} has a weight that {dtype} cannot hold; {remedy}")
 
 
 def require_new_folder(out: str | Path) -> Path:

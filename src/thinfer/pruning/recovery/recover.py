@@ -71,7 +71,7 @@ def _recover(session: Session, options: RecoverOptions, folder: Path) -> dict[st
     counted = count_zeros(model)
     trainable, result = _train_all(session, masks) if options.method == "full" else _train_adapters(session, options)
     progress("checking the zeros")
-    round_weights(model, loaded.save_dtype)
+    round_weights(model, loaded.save_dtype, remedy="use a lower --lr, or recover a model stored in float32")
     require_zeros(model, masks)
     after = session.measure("after")
     pruning = _report_of(loaded.checkpoint.path)
