@@ -35,7 +35,7 @@ from thinfer.bench.machine import commit
 from thinfer.bench.peers import open_peers
 from thinfer.bench.report import as_json, table
 from thinfer.bench.throughput import START_TOKENS, Contender, Test, measure
-from thinfer.bench.worker import Worker, peak_rss_bytes
+from thinfer.bench.worker import Worker, peak_rss_bytes, serve
 from thinfer.core.active_set import ActiveSet
 from thinfer.core.neuron_selector import NeuronSelector
 from thinfer.engine.batch import Batch
@@ -267,6 +267,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--worker"]:
-        engine_worker.serve(ShapeServer().answer)
+        serve(ShapeServer().answer)
     else:
         sys.exit(main())

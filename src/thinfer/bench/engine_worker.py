@@ -1,15 +1,12 @@
 """The other end of a `Worker` for thinfer: ``python -m thinfer.bench.engine_worker``."""
 
 import contextlib
-import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from thinfer.bench.worker import peak_rss_bytes
+from thinfer.bench.worker import peak_rss_bytes, serve
 from thinfer.data import evaluation_text
 from thinfer.errors import ResourceError, ThinferError, UnsupportedError
 
@@ -175,23 +172,6 @@ class Server:
             else:
                 reply = decode(engine, request["start"], request["tokens"])
         return reply | {"operations": operations}
-
-
-def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Answer the requests of a `Worker` until stdin ends; what is raised becomes the reply."""
-    # Whatever prints on stdout must not get between the answers: they have a descriptor of their own.
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    with contextlib.suppress(KeyboardInterrupt):
-        for line in sys.stdin:
-            try:
-                reply = answer(json.loads(line))
-            except ThinferError as error:
-                reply = {"error": str(error), "exit_code": error.exit_code}
-            except Exception as error:
-                reply = {"error": f"{type(error).__name__}: {error}"}
-            replies.write(json.dumps(reply) + "\n")
-            replies.flush()
 
 
 if __name__ == "__main__":
