@@ -23,14 +23,40 @@ from thinfer.core.sampling import SamplingParams
 from thinfer.errors import CheckFailed
 
 Float32 = NDArray[np.float32]
-# Tokens whose weights are added up first to pick one, and tokens of which only the largest is looked at first.
-_BLOCK, _GROUP = 128, 16
+# Tokens whose weights are added up first to pick one.
+_BLOCK = 128
+# Tokens of which only the largest is looked at first, for few and for many wanted ones.
+_GROUPS = (16, 4)
+_FIRST_LOOK = 256
 # Outside these the distribution no longer changes, and float32 would overflow or divide zero by zero.
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-20, 1e20
 
 
+class Scratch:
+    """Memory for the arithmetic over a vocabulary, which the samplers of one thread share.
+
+    Fresh memory would cost as much as the arithmetic, and memory of its own for each request would not stay in the
+    cache.
+    """
+
+    def __init__(self) -> None:
+        self._values = np.empty(0, np.float32)
+
+    def like(self, scores: Float32) -> Float32:
+        """Float32 of the same shape with any content, valid until the next call."""
+        if len(self._values) != len(scores):
+            self._values = np.empty_like(scores)
+        return self._values
+
+
 class Sampler:
     """Chooses the tokens of one request.
+
+    Args:
+        params: sampling settings.
+        prompt: its token ids, for the repetition penalty.
+        eos_ids: tokens that end a text.
+        scratch: shared by the samplers of one thread; None: its own.
 
     Attributes:
         seed: the seed in use; drawn from the system when the parameters have none.
@@ -41,7 +67,13 @@ class Sampler:
         1
     """
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int] = (), eos_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int] = (),
+        eos_ids: Iterable[int] = (),
+        scratch: Scratch | None = None,
+    ) -> None:
         self.params = params
         self.seed = params.seed if params.seed is not None else secrets.randbits(63)
         self._random = np.random.Generator(np.random.Philox(self.seed))
@@ -52,8 +84,8 @@ class Sampler:
         self._generated: dict[int, int] = {}
         self._seen = dict.fromkeys(prompt)
         self._count = 0
-        # Kept from token to token: fresh memory for a large vocabulary costs as much as the arithmetic.
-        self._scratch = np.empty(0, np.float32)
+        self._scratch = scratch or Scratch()
+        self._look = _FIRST_LOOK
 
     def sample(self, logits: Float32) -> int:
         """The next token from logits float32 [vocab], which stay as they are.
@@ -129,9 +161,10 @@ class Sampler:
                 return ids, weights
             mass = weights.sum(dtype=np.float64)
         else:
-            # Without top-k the nucleus is usually small: sort the largest few, more only while they fall short.
+            # Without top-k the nucleus is usually small: sort the largest few, more only while they fall short. How many
+            # to begin with is what the last token took; the nucleus is the same whatever the guess.
             mass = self._weights_of_all(scores, top).sum(dtype=np.float64)
-            limit = 256
+            limit = self._look
             while True:
                 ids = largest(scores, limit)
                 weights = _weights(scores[ids], top, params.temperature)
@@ -142,13 +175,12 @@ class Sampler:
         before = np.cumsum(weights, dtype=np.float64) - weights
         keep = before < params.top_p * mass
         keep[0] = True
+        self._look = max(_FIRST_LOOK, 2 * int(np.count_nonzero(keep)))
         return ids[keep], weights[keep]
 
     def _weights_of_all(self, scores: Float32, top: np.float32) -> Float32:
         """Weights of the whole vocabulary, valid until the next call."""
-        if len(self._scratch) != len(scores):
-            self._scratch = np.empty_like(scores)
-        return _weights(scores, top, self.params.temperature, self._scratch)
+        return _weights(scores, top, self.params.temperature, self._scratch.like(scores))
 
 
 def _forbid(scores: Float32, allowed: NDArray[np.bool_]) -> None:
@@ -193,24 +225,25 @@ def largest(scores: Float32, count: int) -> NDArray[np.int64]:
     The count-th largest of the maxima of groups is a lower bound of the count-th largest score, so one pass leaves few
     candidates: a large vocabulary takes a fraction of a full partition. Groups are columns, whose maxima are quick.
     """
-    width = len(scores) // _GROUP
-    candidates: NDArray[np.int64]
-    if count < width:
-        whole = width * _GROUP
-        maxima = scores[:whole].reshape(_GROUP, width).max(axis=0)
-        bound = np.partition(maxima, width - count)[width - count]
-        columns = np.flatnonzero(maxima >= bound)
-        members = np.arange(0, whole, width)[:, None] + columns
-        candidates = np.concatenate([members.ravel(), np.arange(whole, len(scores))])
-        candidates = candidates[scores[candidates] >= bound]
-    else:
+    # With fewer groups than four times the count the bound would be low.
+    group = next((each for each in _GROUPS if 4 * count * each < len(scores)), None)
+    if group is None:
         candidates = np.arange(len(scores))
-    if count < len(candidates):
-        values = scores[candidates]
-        last = np.partition(values, len(values) - count)[len(values) - count]
-        candidates = candidates[values >= last]
-    order = np.lexsort((candidates, -scores[candidates]))
-    return candidates[order]
+        if count < len(scores):
+            candidates = np.flatnonzero(scores >= np.partition(scores, len(scores) - count)[len(scores) - count])
+    else:
+        width = len(scores) // group
+        maxima = scores[: width * group].reshape(group, width).max(axis=0)
+        candidates = np.flatnonzero(scores >= np.partition(maxima, width - count)[width - count])
+    # One whole number says score and id: the bits of a float, its sign apart, are in the order of the floats. Numbers
+    # are sorted many times faster than pairs. Adding 0 makes the two zeros equal.
+    bits = (scores[candidates] + np.float32(0)).view(np.int32)
+    ranks = ~(bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))).astype(np.int64)
+    keys = (ranks << 32) | candidates
+    keys.sort()
+    if count < len(keys):
+        keys = keys[: np.searchsorted(keys, (keys[count - 1] >> 32) + 1 << 32)]
+    return keys & 0xFFFFFFFF
 
 
 def _require_finite(largest: np.floating) -> None:
