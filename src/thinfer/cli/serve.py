@@ -147,7 +147,7 @@ def host_names(host: str, allowed: Sequence[str]) -> tuple[str, ...] | None:
         >>> host_names("127.0.0.1", ["llm.home"]), host_names("0.0.0.0", [])
         (('llm.home',), None)
     """
-    loopback = host == "localhost" or host == "::1" or host.startswith("127.")
+    loopback = host in ("localhost", "::1") or host.startswith("127.")
     return tuple(name.lower() for name in allowed) if loopback and "*" not in allowed else None
 
 

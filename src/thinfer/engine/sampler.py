@@ -15,12 +15,17 @@ in. The result depends on the request's logits, seed and number of drawn tokens 
 
 import secrets
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thinfer.core.sampling import SamplingParams
 from thinfer.errors import CheckFailed
+
+if TYPE_CHECKING:
+    from thinfer._core import Softmax
 
 Float32 = NDArray[np.float32]
 # Tokens whose weights are added up first to pick one.
@@ -33,20 +38,35 @@ _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-20, 1e20
 
 
 class Scratch:
-    """Memory for the arithmetic over a vocabulary, which the samplers of one thread share.
+    """What the samplers of one thread share for the arithmetic over a vocabulary.
 
-    Fresh memory would cost as much as the arithmetic, and memory of its own for each request would not stay in the
-    cache.
+    Memory: fresh one would cost as much as the arithmetic, and one for each request would not stay in the cache. And
+    native softmax: it finds a token in one pass where that does not hang on how sums are rounded. Elsewhere NumPy
+    decides, so the tokens are NumPy's in any case.
+
+    Attributes:
+        softmax: None where the native part is not built, or the machine has no instruction set with which it is faster
+            than NumPy.
     """
 
     def __init__(self) -> None:
         self._values = np.empty(0, np.float32)
+        self.softmax = _native_softmax()
 
     def like(self, scores: Float32) -> Float32:
         """Float32 of the same shape with any content, valid until the next call."""
         if len(self._values) != len(scores):
             self._values = np.empty_like(scores)
         return self._values
+
+
+def _native_softmax() -> "Softmax | None":
+    if find_spec("thinfer._core") is None:
+        return None
+    from thinfer._core import Softmax
+
+    softmax = Softmax()
+    return softmax if softmax.isa != "scalar" else None
 
 
 class Sampler:
@@ -146,10 +166,16 @@ class Sampler:
                 keep = weights >= params.min_p
                 ids, weights = ids[keep], weights[keep]
             return int(ids[_pick(weights, self._random.random())])
+        uniform = self._random.random()
+        softmax = self._scratch.softmax
+        if softmax is not None:
+            token = softmax.draw(scores, float(top), _temperature(params), params.min_p, uniform)
+            if token is not None:
+                return token
         weights = self._weights_of_all(scores, top)
         if params.min_p > 0:
             weights[weights < params.min_p] = 0
-        return _pick(weights, self._random.random())
+        return _pick(weights, uniform)
 
     def _nucleus(self, scores: Float32, top: np.float32, limit: int) -> tuple[NDArray[np.int64], Float32]:
         """Ids and weights, largest first, that top-k and top-p leave."""
@@ -159,24 +185,32 @@ class Sampler:
             weights = _weights(scores[ids], top, params.temperature)
             if params.top_p >= 1:
                 return ids, weights
-            mass = weights.sum(dtype=np.float64)
+            sums = np.cumsum(weights, dtype=np.float64)
+            return _cut(ids, weights, sums, params.top_p * weights.sum(dtype=np.float64))
+        # Without top-k the nucleus is usually small: sort the largest few, more only while they fall short. How many to
+        # begin with is what the last token took; the nucleus is the same whatever the guess.
+        softmax = self._scratch.softmax
+        if softmax is None:
+            mass, doubt = self._mass(scores, top), 0.0
         else:
-            # Without top-k the nucleus is usually small: sort the largest few, more only while they fall short. How many
-            # to begin with is what the last token took; the nucleus is the same whatever the guess.
-            mass = self._weights_of_all(scores, top).sum(dtype=np.float64)
-            limit = self._look
-            while True:
-                ids = largest(scores, limit)
-                weights = _weights(scores[ids], top, params.temperature)
-                if weights.sum(dtype=np.float64) >= params.top_p * mass or len(ids) == len(scores):
-                    break
-                limit *= 8
-        # The token that crosses top_p belongs to the nucleus.
-        before = np.cumsum(weights, dtype=np.float64) - weights
-        keep = before < params.top_p * mass
-        keep[0] = True
-        self._look = max(_FIRST_LOOK, 2 * int(np.count_nonzero(keep)))
-        return ids[keep], weights[keep]
+            mass, doubt = softmax.total(scores, float(top), _temperature(params)), softmax.error
+        limit = self._look
+        while True:
+            ids = largest(scores, limit)
+            weights = _weights(scores[ids], top, params.temperature)
+            sums = np.cumsum(weights, dtype=np.float64)
+            if doubt and np.abs(sums - params.top_p * mass).min() <= doubt * mass:
+                # The border is too near a token to trust a sum that is rounded otherwise.
+                mass, doubt = self._mass(scores, top), 0.0
+            if sums[-1] >= params.top_p * mass or len(ids) == len(scores):
+                break
+            limit *= 8
+        ids, weights = _cut(ids, weights, sums, params.top_p * mass)
+        self._look = max(_FIRST_LOOK, 2 * len(ids))
+        return ids, weights
+
+    def _mass(self, scores: Float32, top: np.float32) -> float:
+        return float(self._weights_of_all(scores, top).sum(dtype=np.float64))
 
     def _weights_of_all(self, scores: Float32, top: np.float32) -> Float32:
         """Weights of the whole vocabulary, valid until the next call."""
@@ -192,6 +226,20 @@ def _forbid(scores: Float32, allowed: NDArray[np.bool_]) -> None:
     scores[: len(allowed)][~allowed] = -np.inf
     if scores.max() == -np.inf:
         raise CheckFailed("the constraint allows no token here; loosen the grammar or the schema")
+
+
+def _cut(
+    ids: NDArray[np.int64], weights: Float32, sums: NDArray[np.float64], mass: float
+) -> tuple[NDArray[np.int64], Float32]:
+    """The largest weights, with their running sums, up to the one that reaches the mass; the largest in any case."""
+    # The token that crosses top_p belongs to the nucleus.
+    keep = sums - weights < mass
+    keep[0] = True
+    return ids[keep], weights[keep]
+
+
+def _temperature(params: SamplingParams) -> float:
+    return min(max(params.temperature, _LEAST_TEMPERATURE), _MOST_TEMPERATURE)
 
 
 def _weights(scores: Float32, top: np.float32, temperature: float, out: Float32 | None = None) -> Float32:

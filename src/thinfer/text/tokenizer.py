@@ -163,7 +163,7 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Most bytes that one token stands for, unless the tokenizer shortens text first or fuses what it does not know.
+        """Most bytes of text that a token stands for, where none is lost before the cut.
 
         Example:
             >>> len(tokenizer.encode(text)) * tokenizer.longest_token >= len(text.encode())  # doctest: +SKIP
