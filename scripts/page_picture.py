@@ -16,7 +16,7 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-SIZE = {"width": 1280, "height": 800}
+WIDTH, HEIGHT = 1280, 800
 COLOURS = 128
 SECONDS = 5  # into the last answer
 QUESTIONS = ("Hello! Who are you?", "How do I make a good cup of tea?")
@@ -28,7 +28,7 @@ def picture(url: str) -> bytes:
     path = os.environ.get("THINFER_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = browser.new_page(viewport=SIZE, color_scheme="light")
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
         page.add_init_script(f"localStorage.setItem('thinfer.settings', JSON.stringify({json.dumps(SETTINGS)}))")
         page.goto(url)
         page.wait_for_selector("#model-name:not(:text('connecting…'))")

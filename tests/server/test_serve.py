@@ -103,7 +103,7 @@ def test_hosts_are_checked_where_their_names_are_known():
     assert host_names("127.0.0.1", []) == host_names("::1", []) == host_names("localhost", []) == ()
     assert host_names("127.0.0.1", ["LLM.home"]) == ("llm.home",)
     assert host_names("127.0.0.1", ["*"]) is None
-    assert host_names("0.0.0.0", ["llm.home"]) is None
+    assert host_names("192.0.2.1", ["llm.home"]) is None
 
 
 def test_names_are_no_paths(served_folder, tmp_path):
