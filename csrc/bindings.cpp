@@ -25,4 +25,5 @@ NB_MODULE(_core, module) {
   module.attr("BLOCK_SIZE") = kBlock;
   python::bind_program(module);
   python::bind_ops(module);
+  python::bind_sampling(module);
 }

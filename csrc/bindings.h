@@ -109,6 +109,8 @@ void bind_program_ops(nb::class_<CheckedProgram>& program);
 void bind_ops(nb::module_& module);
 // Packed weights, and Program.op_linear.
 void bind_linear(nb::module_& module, nb::class_<CheckedProgram>& program);
+// Softmax: draws from distributions over the vocabulary.
+void bind_sampling(nb::module_& module);
 // Lists of neurons, Program.op_neurons and op_pick_neurons.
 void bind_neurons(nb::module_& module, nb::class_<CheckedProgram>& program);
 

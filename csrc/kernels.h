@@ -41,6 +41,20 @@ struct AttendState {
   float* output;   // [queries][padded head_dim]
 };
 
+constexpr int kSoftmaxBlock = 128;  // weights that are added up first
+
+// How far two ways to compute a sum of softmax weights may be apart, as a fraction of the sum. exp() of float32 is
+// within 3 units in the last place here and in NumPy, each (5e-7 together), and 128 float32 are added with at most 18
+// roundings (1.1e-6); what adds them in float64 has no such error. Rounded up.
+constexpr float kSoftmaxError = 2.5e-6f;
+
+// Weight of a score: e^((score - top) / temperature), and 0 below `least`.
+struct SoftmaxScale {
+  float top;
+  float temperature;
+  float least;
+};
+
 struct OpKernels {
   // out = x / sqrt(mean(x^2) + eps) * weight over n floats. out may be x.
   void (*rms_norm)(const float* x, const float* weight, float* out, int n, float eps);
@@ -63,6 +77,10 @@ struct OpKernels {
   void (*attend_join)(const AttendState& into, const AttendState& later, int queries, int head_dim);
   // out = output / sum for one query; head_dim floats.
   void (*attend_finish)(const float* output, float sum, float* out, int head_dim);
+  // Weights of n scores; false if one is too near scale.least to say whether it is below.
+  bool (*softmax_weights)(const float* scores, int n, const SoftmaxScale& scale, float* weights);
+  // Their sums by blocks of kSoftmaxBlock; as above.
+  bool (*softmax_sums)(const float* scores, int n, const SoftmaxScale& scale, float* sums);
 };
 
 inline size_t attend_scratch_floats(int queries, int head_dim) {

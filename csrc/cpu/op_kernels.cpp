@@ -14,6 +14,8 @@ const OpKernels op_kernels = {
     .attend = attend,
     .attend_join = attend_join,
     .attend_finish = attend_finish,
+    .softmax_weights = softmax_weights,
+    .softmax_sums = softmax_sums,
 };
 
 }  // namespace thinfer::THINFER_ISA

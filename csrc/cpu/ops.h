@@ -15,5 +15,7 @@ void write_kv(const float* key, const float* value, uint8_t* keys, uint8_t* valu
 void attend(const AttendJob& job, const AttendState& state, float* scratch);
 void attend_join(const AttendState& into, const AttendState& later, int queries, int head_dim);
 void attend_finish(const float* output, float sum, float* out, int head_dim);
+bool softmax_weights(const float* scores, int n, const SoftmaxScale& scale, float* weights);
+bool softmax_sums(const float* scores, int n, const SoftmaxScale& scale, float* sums);
 
 }  // namespace thinfer::THINFER_ISA

@@ -461,3 +461,29 @@ def add(isa: str, a: NDArray[numpy.float32], b: NDArray[numpy.float32]) -> NDArr
 
 def select(isa: str, x: NDArray[numpy.float32], rows: NDArray[numpy.int32]) -> NDArray[numpy.float32]:
     """The op select of kernels/select.py on the named instruction set."""
+
+class Softmax:
+    """
+    Weights e^((score - top) / temperature) over a vocabulary: top is the largest of scores [vocab].
+    """
+
+    def __init__(self, isa: str | None = None) -> None:
+        """isa: an instruction set; None: the best of this machine."""
+
+    @property
+    def isa(self) -> str: ...
+    def draw(
+        self, scores: NDArray[numpy.float32], top: float, temperature: float, least: float, uniform: float
+    ) -> int | None:
+        """
+        The id whose share of the summed weights holds the point uniform in [0, 1), in order of ids.
+
+        Weights below least count for nothing. None where another way of rounding weights and sums could give
+        another id: that is for the caller to compute.
+        """
+
+    def total(self, scores: NDArray[numpy.float32], top: float, temperature: float) -> float:
+        """The sum of the weights, within error of itself."""
+
+    @property
+    def error(self) -> float: ...

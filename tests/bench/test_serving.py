@@ -5,6 +5,7 @@ import csv
 import itertools
 import math
 
+import httpx
 import pytest
 
 from server.serving import running_server
@@ -170,6 +171,21 @@ def test_refused_requests_are_counted(folder):
     assert len(errors) == 6
     assert all(error.startswith("HTTP 429: ") for error in errors)
     assert [each.output_tokens for each in runs if not each.error] == [300, 300]
+
+
+@pytest.mark.parametrize(
+    "sent", ["data: {\n\n", "data: []\n\n", 'data: {"choices": [5]}\n\n', 'data: {"usage": {"a": 1}}\n\n']
+)
+def test_a_stream_of_another_form_is_a_failed_request_and_no_more(sent):
+    def answer(request):
+        return httpx.Response(200, text=sent, headers={"content-type": "text/event-stream"})
+
+    async def send():
+        async with LoadClient("http://x.invalid") as client:
+            client._http = httpx.AsyncClient(base_url="http://x.invalid", transport=httpx.MockTransport(answer))
+            return await client.send(PlannedRequest(0.0, [1, 2], 3))
+
+    assert "no stream" in asyncio.run(send()).error
 
 
 def test_failures_name_the_server(folder):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from thinfer.core.sampling import SamplingParams
-from thinfer.engine.sampler import Sampler, _pick, largest
+from thinfer.engine.sampler import Sampler, Scratch, _pick, largest
 from thinfer.errors import CheckFailed
 
 
@@ -102,14 +102,70 @@ def test_unusable_logits_are_an_error(temperature, bad):
         Sampler(SamplingParams(temperature=temperature)).sample(np.full(3, -np.inf, np.float32))
 
 
-@pytest.mark.parametrize("size", [1, 5, 127, 128, 129, 4000])
-@pytest.mark.parametrize("count", [1, 3, 40, 4000])
+@pytest.mark.parametrize("size", [1, 5, 127, 128, 129, 4000, 50_000])
+@pytest.mark.parametrize("count", [1, 3, 40, 300, 1500, 4000])
 def test_largest_equals_a_full_sort(size, count):
     scores = np.round(np.random.default_rng(size).standard_normal(size), 1).astype(np.float32)
     ids = largest(scores, count)
     order = np.lexsort((np.arange(size), -scores))
     last = scores[order[min(count, size) - 1]]
     assert ids.tolist() == [i for i in order if scores[i] >= last]
+
+
+def test_largest_takes_both_zeros_for_equal_and_bears_infinities():
+    scores = np.array([-np.inf, 0.0, -0.0, 1.0, -0.0, -1.0, np.inf, 0.0], np.float32)
+    assert largest(scores, 2).tolist() == [6, 3]
+    assert largest(scores, 3).tolist() == [6, 3, 1, 2, 4, 7]
+    assert largest(scores, 8).tolist() == [6, 3, 1, 2, 4, 7, 5, 0]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"temperature": 0.6},
+        {"temperature": 3.0},
+        {"min_p": 0.02},
+        {"temperature": 0.8, "min_p": 0.1},
+        {"top_p": 0.9},
+        {"temperature": 1.7, "top_p": 0.99},
+        {"top_p": 0.9, "min_p": 0.05},
+        {"top_p": 0.8, "top_k": 50},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.4},
+    ],
+)
+def test_native_softmax_changes_no_token(params):
+    """Against NumPy alone, which is the definition; flat and peaked rows, some with tokens that cannot come."""
+    if Scratch().softmax is None:
+        pytest.skip("no instruction set with which it is used")
+    rng = np.random.default_rng(3)
+    numpy_alone = Scratch()
+    numpy_alone.softmax = None
+    counted = Scratch()
+    softmax = counted.softmax
+    calls = []
+
+    class Counting:
+        error = softmax.error
+
+        def draw(self, *given):
+            calls.append(softmax.draw(*given))
+            return calls[-1]
+
+        def total(self, *given):
+            calls.append(softmax.total(*given))
+            return calls[-1]
+
+    counted.softmax = Counting()
+    settings = SamplingParams(seed=11, max_tokens=10_000, **params)
+    ours, theirs = (Sampler(settings, prompt=range(50), scratch=scratch) for scratch in (counted, numpy_alone))
+    for turn in range(400):
+        logits = (rng.standard_normal(5000 + turn % 3) * rng.choice([0.3, 2.0, 4.0])).astype(np.float32)
+        if turn % 4 == 0:
+            logits[rng.integers(0, 5000, 1000)] = -np.inf
+        assert ours.sample(logits) == theirs.sample(logits)
+    if "top_k" not in params:
+        assert sum(call is not None for call in calls) > 200, "it is used"
 
 
 def test_pick_covers_the_line_in_proportion():

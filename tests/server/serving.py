@@ -29,10 +29,10 @@ def running_server(
 
 
 @contextmanager
-def serving(state: ServerState, *, wait: bool = True) -> Iterator[str]:
+def serving(state: ServerState, *, wait: bool = True, drain_seconds: int = 10) -> Iterator[str]:
     """The address of a server with this state."""
     listener = bind("127.0.0.1", 0)
-    server = Server(state, drain_seconds=10)
+    server = Server(state, drain_seconds=drain_seconds)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"

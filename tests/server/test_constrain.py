@@ -83,7 +83,9 @@ def test_any_object_is_an_object(grammars, tokenizer):
     follow(constraint, tokenizer, '{"x": [1, {"y": "é\\n"}], "z": null}')
 
 
-@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "#/$defs/none"}, {"pattern": "(", "type": "string"}])
+@pytest.mark.parametrize(
+    "schema", [{"type": "nonsense"}, {"$ref": "#/$defs/none"}, {"pattern": "(", "type": "string"}, {"$ref": "#"}]
+)
 def test_a_wrong_schema_is_a_400(grammars, schema):
     with pytest.raises(ApiError, match="x: ") as caught:
         grammars.json_schema(schema, "x")

@@ -1,6 +1,7 @@
 """What HTTP clients meet that no library shields them from: wrong requests, limits, keys, pings, disconnects."""
 
 import json
+import re
 import socket
 import threading
 import time
@@ -10,11 +11,14 @@ import httpx
 import pytest
 
 from server.serving import metric, running_server, serving, until
+from thinfer import LLM
 from thinfer.errors import CheckpointError
 from thinfer.server.state import ServerSettings, ServerState
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "Hi"}]
+SELF_REFERENCE = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}
+LONG = {"prompt": "x", "max_tokens": 900, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,7 @@ def failure(response, status):
         (CHAT, {"messages": USER, "continue_final_message": True}, "messages", "assistant"),
         (CHAT, {"messages": USER, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "of its own"),
         (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        (CHAT, {"messages": USER, "response_format": SELF_REFERENCE}, "response_format", "cannot be followed"),
         ("/tokenize", {}, "prompt", "one of"),
         ("/detokenize", {"tokens": [100000]}, "tokens", "outside the vocabulary"),
     ],
@@ -88,6 +93,41 @@ def test_broken_bodies(http, body):
     failure(http.post(COMPLETIONS, content=body, headers={"content-type": "application/json"}), 400)
 
 
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_a_body_that_does_not_say_it_is_json(http, kind):
+    headers = {} if kind is None else {"content-type": kind}
+    said = failure(http.post(COMPLETIONS, content=b'{"prompt": "x"}', headers=headers), 400)["message"]
+    assert "Content-Type: application/json" in said
+
+
+@pytest.mark.parametrize("field", ["chat_template_kwargs", "tools", "arguments"])
+def test_a_body_that_is_nested_too_deeply(http, field):
+    calls = [{"function": {"name": "f", "arguments": {"a": "DEEP"}}}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"const": "DEEP"}}}]
+    further = {
+        "chat_template_kwargs": {"chat_template_kwargs": {"a": "DEEP"}},
+        "tools": {"tool_choice": "required", "tools": tools},
+        "arguments": {"messages": [*USER, {"role": "assistant", "tool_calls": calls}]},
+    }[field]
+    body = json.dumps({"messages": USER} | further).replace('"DEEP"', '{"a":' * 900 + "1" + "}" * 900)
+    answer = http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    assert "nested too deeply" in failure(answer, 400)["message"]
+
+
+def test_a_prompt_that_is_too_long_in_any_case_is_not_cut_into_tokens(http, monkeypatch):
+    text = "x" * 20_000
+
+    def encode(*_, **__):
+        raise AssertionError("not before its length was looked at")
+
+    monkeypatch.setattr("thinfer.text.tokenizer.Tokenizer.encode", encode)
+    for path, body in ((COMPLETIONS, {"prompt": text}), (CHAT, {"messages": [{"role": "user", "content": text}]})):
+        error = failure(http.post(path, json=body), 400)
+        assert error["code"] == "context_length_exceeded"
+        # The longest token of the tiny model is <|assistant|>: 13 bytes.
+        assert re.search(r"has 200\d\d bytes, which are at least 15\d\d tokens, and the context 1024", error["message"])
+
+
 def test_a_schema_that_is_none(http):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nonsense"}}}
     error = failure(http.post(CHAT, json={"messages": USER, "response_format": form}), 400)
@@ -99,6 +139,27 @@ def test_wrong_paths_and_methods(http):
     assert failure(http.get(COMPLETIONS), 405)["code"] == "method_not_allowed"
     assert http.get(COMPLETIONS).headers["allow"] == "POST"
     failure(http.post("/v1/embeddings", json={"input": "x"}), 501)
+
+
+def test_control_tokens_in_plain_text_are_control_tokens(http):
+    """As with vLLM, with and without add_special_tokens; in a chat's messages they stay text."""
+    eos, user = 257, 258
+
+    def ids(**body):
+        return http.post("/tokenize", json=body).json()["tokens"]
+
+    text = "<|user|>a</s>"
+    assert ids(prompt=text, add_special_tokens=False) == [user, *ids(prompt="a", add_special_tokens=False), eos]
+    assert ids(prompt=text)[:2] == [256, user]
+    assert http.post("/detokenize", json={"tokens": ids(prompt=text)}).json() == {"prompt": "<s>" + text}
+    body = {"prompt": text, "max_tokens": 1, "echo": True, "logprobs": 0}
+    answer = http.post(COMPLETIONS, json=body).json()
+    assert answer["usage"]["prompt_tokens"] == len(ids(prompt=text)) == 4
+    logprobs, shown = answer["choices"][0]["logprobs"], answer["choices"][0]["text"]
+    assert logprobs["tokens"][:4] == ["<s>", "<|user|>", "a", "</s>"]
+    assert logprobs["text_offset"][1:5] == [0, 8, 9, len(text)]
+    assert shown.startswith(text)
+    assert user not in ids(messages=[{"role": "user", "content": text}])[2:]
 
 
 def test_tokens_there_and_back(http):
@@ -185,6 +246,30 @@ def test_large_and_slow_bodies(served_folder):
             assert b" 408 " in raw.recv(4096)
 
 
+def test_what_is_no_http_gets_the_form_of_all_failures(server):
+    for sent in (b"nonsense\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00"):
+        with _connection(server) as raw:
+            raw.sendall(sent)
+            head, _, body = _all_of(raw).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(body)["error"]["code"] == "invalid_http"
+
+
+def test_nothing_but_the_head_when_asked_for_it(http):
+    answer = http.head("/health")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert http.head("/").status_code == 200
+
+
+def test_names_that_are_not_the_servers(served_folder):
+    with running_server(served_folder, host_names=("llm.home",)) as url:
+        for name in ("127.0.0.1:8737", "localhost", "[::1]:80", "192.168.1.5", "LLM.home:80", "a.localhost"):
+            assert httpx.get(url + "/health", headers={"Host": name}).status_code == 200, name
+        for name in ("evil.example", "evil.example:8737", "localhost.evil.example", "127.0.0.1.evil.example"):
+            error = failure(httpx.get(url + "/v1/models", headers={"Host": name}), 403)
+            assert "--allowed-host" in error["message"]
+
+
 def test_large_headers_are_refused(http, server):
     with _connection(server) as raw:
         raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 50_000 + b"\r\n\r\n")
@@ -218,6 +303,23 @@ def test_a_request_that_takes_too_long(served_folder):
         until(lambda: metric(url, "thinfer_num_requests_running") == 0)
 
 
+def test_a_stream_whose_prompt_takes_too_long_is_told_so(served_folder):
+    def load():
+        llm = LLM(served_folder, executor="reference", chunk=16)
+        step = llm.engine.step
+        llm.engine.step = lambda *given, **named: (time.sleep(0.1), step(*given, **named))[1]
+        return llm
+
+    state = ServerState(ServerSettings(("tiny",), request_seconds=0.5), load)
+    with serving(state) as url:
+        begin = time.monotonic()
+        answer = httpx.post(url + COMPLETIONS, json=LONG | {"prompt": "x" * 900, "stream": True}, timeout=60)
+        assert time.monotonic() - begin < 4, "when its time is over, not when its first token comes after 6 seconds"
+    lines = [line for line in answer.text.splitlines() if line]
+    assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "timeout"
+    assert lines[-1] == "data: [DONE]"
+
+
 def test_a_slow_reader_holds_nobody_up(server):
     body = json.dumps({"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 20}).encode()
     with _connection(server) as raw:
@@ -239,8 +341,6 @@ def test_a_slow_reader_holds_nobody_up(server):
 
 
 def test_while_the_model_loads(served_folder):
-    from thinfer import LLM
-
     go_on = threading.Event()
 
     def load():
@@ -279,9 +379,34 @@ def test_the_end_leaves_time_to_what_runs(served_folder):
             assert [line for line in lines if line][-1] == "data: [DONE]"
 
 
-def _loader(folder):
-    from thinfer import LLM
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_end_cuts_off_is_told_so(served_folder, stream):
+    state = ServerState(ServerSettings(("tiny",)), _loader(served_folder))
+    with serving(state, drain_seconds=0) as url:
+        done = []
+        body = LONG | {"n": 16, "stream": stream}
+        client = threading.Thread(target=lambda: done.append(httpx.post(url + COMPLETIONS, json=body, timeout=60)))
+        client.start()
+        until(lambda: metric(url, "thinfer_num_requests_running") == 16)
+        state.stop()
+        client.join()
+    if stream:
+        lines = [line for line in done[0].text.splitlines() if line]
+        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "draining"
+        assert lines[-1] == "data: [DONE]"
+    else:
+        assert "ended before" in failure(done[0], 503)["message"]
+    assert not state.jobs
 
+
+def _all_of(raw):
+    received = b""
+    while part := raw.recv(1 << 16):
+        received += part
+    return received
+
+
+def _loader(folder):
     return lambda: LLM(folder, executor="reference")
 
 

@@ -231,6 +231,29 @@ def test_tools_reach_the_template_and_results_come_back(client):
     assert length(messages=conversation, tools=[WEATHER]) > length(messages=USER, tools=[WEATHER])
 
 
+def test_what_clients_read_can_be_sent_back(client):
+    """Parsed messages, and calls put together from a stream, carry fields of the clients' own."""
+    answer = client.chat.completions.parse(
+        model="tiny", messages=USER, response_format=Verdict, max_tokens=200, seed=1, temperature=1
+    )
+    call = {"index": 0, "id": "call_1", "type": "function"}
+    function = {"name": "get_weather", "arguments": '{"city": "Oslo"}', "parsed_arguments": {"city": "Oslo"}}
+    without = {"name": "get_weather", "arguments": ""}
+    messages = [*USER, answer.choices[0].message, *USER]
+    for each in (function, without):
+        messages += [
+            {"role": "assistant", "content": None, "tool_calls": [call | {"function": each}]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+        ]
+    options = {"include_usage": True, "include_obfuscation": False}
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=1, stream=True, stream_options=options
+        )
+    )
+    assert chunks[-1].usage.completion_tokens == 1
+
+
 def test_the_last_message_is_continued(client, llm):
     messages = [*USER, {"role": "assistant", "content": "Well, "}]
     answer = client.chat.completions.create(

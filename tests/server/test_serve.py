@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from server.serving import until
-from thinfer.cli.serve import default_name
+from thinfer.cli.serve import default_name, host_names
 from thinfer.server.run import bind
 
 
@@ -97,6 +97,13 @@ def test_a_port_that_is_taken_is_said():
         bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(UsageError, match="choose another"):
         bind("no.such.host.invalid", 1)
+
+
+def test_hosts_are_checked_where_their_names_are_known():
+    assert host_names("127.0.0.1", []) == host_names("::1", []) == host_names("localhost", []) == ()
+    assert host_names("127.0.0.1", ["LLM.home"]) == ("llm.home",)
+    assert host_names("127.0.0.1", ["*"]) is None
+    assert host_names("192.0.2.1", ["llm.home"]) is None
 
 
 def test_names_are_no_paths(served_folder, tmp_path):

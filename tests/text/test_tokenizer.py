@@ -1,4 +1,6 @@
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,31 @@ def test_byte_level_ids_equal_the_original(tmp_path: Path, pre: str) -> None:
             assert tokenizer.decode(ids) == text
     marked = "<|im_start|>x</s> <think>y"
     assert tokenizer.encode(marked, add_special=False, parse_special=True) == original.encode(marked).ids
+
+
+def test_long_texts_let_other_threads_run(tmp_path: Path) -> None:
+    original = train_byte_level("llama-bpe")
+    tokenizer = load(write_gguf(tmp_path / "m.gguf", byte_level_keys(original, "llama-bpe")))
+    text = "".join(TEXTS) * (400_000 // len("".join(TEXTS)))
+    done = threading.Event()
+    ids: list[int] = []
+
+    def encode() -> None:
+        ids.extend(tokenizer.encode(text, add_special=False))
+        done.set()
+
+    begin = last = time.perf_counter()
+    worker = threading.Thread(target=encode)
+    worker.start()
+    longest = 0.0
+    while not done.is_set():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    worker.join()
+    assert ids == original.encode(text, add_special_tokens=False).ids
+    assert len(text.encode()) <= len(ids) * tokenizer.longest_token
+    assert longest < (last - begin) / 2, "this thread stood still while the text was cut"
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken", "gpt-4o"])

@@ -157,6 +157,8 @@ class LoadClient:
                     await self._read(events(response), timed, begin)
         except httpx.HTTPError as error:
             timed.error = f"{type(error).__name__}: {error}"
+        except (ValueError, TypeError, LookupError, AttributeError):
+            timed.error = "the answer is no stream of OpenAI's form"
         timed.whole = time.perf_counter() - begin
         return timed
 
@@ -193,9 +195,11 @@ class LoadClient:
         if response.status_code != 200:
             raise ServerFailure(f"{method} {path}: {_reason(response.status_code, response.content)}")
         try:
-            answer: dict[str, Any] = response.json()
+            answer = response.json()
         except ValueError as error:
             raise ServerFailure(f"{method} {path}: the answer is no JSON") from error
+        if not isinstance(answer, dict):
+            raise ServerFailure(f"{method} {path}: the answer is no JSON object")
         return answer
 
 

@@ -1,5 +1,6 @@
 """``thinfer serve``: OpenAI's API on one model."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,6 +77,14 @@ def serve(
         list[str] | None,
         typer.Option("--cors-origin", envvar="THINFER_CORS_ORIGIN", help="Pages that may call; may be repeated."),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allowed-host",
+            envvar="THINFER_ALLOWED_HOST",
+            help="Further name in Host headers; * is any. Checked on loopback addresses without --api-key.",
+        ),
+    ] = None,
     engine: dict[str, Any],
     chat_template: opt.ChatTemplate = None,
     quiet: opt.Quiet = False,
@@ -112,6 +121,7 @@ def serve(
         max_body_bytes=max_body_mib << 20,
         request_seconds=request_timeout,
         cors_origins=tuple(cors_origin or ()),
+        host_names=None if api_key is not None else host_names(host, allowed_host or ()),
     )
     engine = engine | {"max_sequences": max_num_seqs, "kv_tokens": kv_tokens, "prefix_cache": prefix_cache}
     listener = bind(host, port)
@@ -126,6 +136,19 @@ def serve(
     opt.say([f"serving   {address}  /v1  /metrics  (loading {names[0]})"])
     state = ServerState(settings, lambda: LLM(reference, chat_template=template, **engine), ready=ready)
     run(state, listener, drain_seconds=drain_timeout)
+
+
+def host_names(host: str, allowed: Sequence[str]) -> tuple[str, ...] | None:
+    """What a server is called in Host headers; None where any name will do.
+
+    A server on a loopback address has no names but those of its own machine. Elsewhere its names are not known.
+
+    Example:
+        >>> host_names("127.0.0.1", ["llm.home"]), host_names("0.0.0.0", [])
+        (('llm.home',), None)
+    """
+    loopback = host in ("localhost", "::1") or host.startswith("127.")
+    return tuple(name.lower() for name in allowed) if loopback and "*" not in allowed else None
 
 
 def default_name(reference: str) -> str:

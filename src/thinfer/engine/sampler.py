@@ -15,6 +15,8 @@ in. The result depends on the request's logits, seed and number of drawn tokens 
 
 import secrets
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,15 +24,59 @@ from numpy.typing import NDArray
 from thinfer.core.sampling import SamplingParams
 from thinfer.errors import CheckFailed
 
+if TYPE_CHECKING:
+    from thinfer._core import Softmax
+
 Float32 = NDArray[np.float32]
-# Tokens whose weights are added up first to pick one, and tokens of which only the largest is looked at first.
-_BLOCK, _GROUP = 128, 16
+# Tokens whose weights are added up first to pick one.
+_BLOCK = 128
+# Tokens of which only the largest is looked at first, for few and for many wanted ones.
+_GROUPS = (16, 4)
+_FIRST_LOOK = 256
 # Outside these the distribution no longer changes, and float32 would overflow or divide zero by zero.
 _LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-20, 1e20
 
 
+class Scratch:
+    """What the samplers of one thread share for the arithmetic over a vocabulary.
+
+    Memory: fresh one would cost as much as the arithmetic, and one for each request would not stay in the cache. And
+    native softmax: it finds a token in one pass where that does not hang on how sums are rounded. Elsewhere NumPy
+    decides, so the tokens are NumPy's in any case.
+
+    Attributes:
+        softmax: None where the native part is not built, or the machine has no instruction set with which it is faster
+            than NumPy.
+    """
+
+    def __init__(self) -> None:
+        self._values = np.empty(0, np.float32)
+        self.softmax = _native_softmax()
+
+    def like(self, scores: Float32) -> Float32:
+        """Float32 of the same shape with any content, valid until the next call."""
+        if len(self._values) != len(scores):
+            self._values = np.empty_like(scores)
+        return self._values
+
+
+def _native_softmax() -> "Softmax | None":
+    if find_spec("thinfer._core") is None:
+        return None
+    from thinfer._core import Softmax
+
+    softmax = Softmax()
+    return softmax if softmax.isa != "scalar" else None
+
+
 class Sampler:
     """Chooses the tokens of one request.
+
+    Args:
+        params: sampling settings.
+        prompt: its token ids, for the repetition penalty.
+        eos_ids: tokens that end a text.
+        scratch: shared by the samplers of one thread; None: its own.
 
     Attributes:
         seed: the seed in use; drawn from the system when the parameters have none.
@@ -41,7 +87,13 @@ class Sampler:
         1
     """
 
-    def __init__(self, params: SamplingParams, prompt: Sequence[int] = (), eos_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int] = (),
+        eos_ids: Iterable[int] = (),
+        scratch: Scratch | None = None,
+    ) -> None:
         self.params = params
         self.seed = params.seed if params.seed is not None else secrets.randbits(63)
         self._random = np.random.Generator(np.random.Philox(self.seed))
@@ -52,8 +104,8 @@ class Sampler:
         self._generated: dict[int, int] = {}
         self._seen = dict.fromkeys(prompt)
         self._count = 0
-        # Kept from token to token: fresh memory for a large vocabulary costs as much as the arithmetic.
-        self._scratch = np.empty(0, np.float32)
+        self._scratch = scratch or Scratch()
+        self._look = _FIRST_LOOK
 
     def sample(self, logits: Float32) -> int:
         """The next token from logits float32 [vocab], which stay as they are.
@@ -114,10 +166,16 @@ class Sampler:
                 keep = weights >= params.min_p
                 ids, weights = ids[keep], weights[keep]
             return int(ids[_pick(weights, self._random.random())])
+        uniform = self._random.random()
+        softmax = self._scratch.softmax
+        if softmax is not None:
+            token = softmax.draw(scores, float(top), _temperature(params), params.min_p, uniform)
+            if token is not None:
+                return token
         weights = self._weights_of_all(scores, top)
         if params.min_p > 0:
             weights[weights < params.min_p] = 0
-        return _pick(weights, self._random.random())
+        return _pick(weights, uniform)
 
     def _nucleus(self, scores: Float32, top: np.float32, limit: int) -> tuple[NDArray[np.int64], Float32]:
         """Ids and weights, largest first, that top-k and top-p leave."""
@@ -127,28 +185,36 @@ class Sampler:
             weights = _weights(scores[ids], top, params.temperature)
             if params.top_p >= 1:
                 return ids, weights
-            mass = weights.sum(dtype=np.float64)
+            sums = np.cumsum(weights, dtype=np.float64)
+            return _cut(ids, weights, sums, params.top_p * weights.sum(dtype=np.float64))
+        # Without top-k the nucleus is usually small: sort the largest few, more only while they fall short. How many to
+        # begin with is what the last token took; the nucleus is the same whatever the guess.
+        softmax = self._scratch.softmax
+        if softmax is None:
+            mass, doubt = self._mass(scores, top), 0.0
         else:
-            # Without top-k the nucleus is usually small: sort the largest few, more only while they fall short.
-            mass = self._weights_of_all(scores, top).sum(dtype=np.float64)
-            limit = 256
-            while True:
-                ids = largest(scores, limit)
-                weights = _weights(scores[ids], top, params.temperature)
-                if weights.sum(dtype=np.float64) >= params.top_p * mass or len(ids) == len(scores):
-                    break
-                limit *= 8
-        # The token that crosses top_p belongs to the nucleus.
-        before = np.cumsum(weights, dtype=np.float64) - weights
-        keep = before < params.top_p * mass
-        keep[0] = True
-        return ids[keep], weights[keep]
+            mass, doubt = softmax.total(scores, float(top), _temperature(params)), softmax.error
+        limit = self._look
+        while True:
+            ids = largest(scores, limit)
+            weights = _weights(scores[ids], top, params.temperature)
+            sums = np.cumsum(weights, dtype=np.float64)
+            if doubt and np.abs(sums - params.top_p * mass).min() <= doubt * mass:
+                # The border is too near a token to trust a sum that is rounded otherwise.
+                mass, doubt = self._mass(scores, top), 0.0
+            if sums[-1] >= params.top_p * mass or len(ids) == len(scores):
+                break
+            limit *= 8
+        ids, weights = _cut(ids, weights, sums, params.top_p * mass)
+        self._look = max(_FIRST_LOOK, 2 * len(ids))
+        return ids, weights
+
+    def _mass(self, scores: Float32, top: np.float32) -> float:
+        return float(self._weights_of_all(scores, top).sum(dtype=np.float64))
 
     def _weights_of_all(self, scores: Float32, top: np.float32) -> Float32:
         """Weights of the whole vocabulary, valid until the next call."""
-        if len(self._scratch) != len(scores):
-            self._scratch = np.empty_like(scores)
-        return _weights(scores, top, self.params.temperature, self._scratch)
+        return _weights(scores, top, self.params.temperature, self._scratch.like(scores))
 
 
 def _forbid(scores: Float32, allowed: NDArray[np.bool_]) -> None:
@@ -160,6 +226,20 @@ def _forbid(scores: Float32, allowed: NDArray[np.bool_]) -> None:
     scores[: len(allowed)][~allowed] = -np.inf
     if scores.max() == -np.inf:
         raise CheckFailed("the constraint allows no token here; loosen the grammar or the schema")
+
+
+def _cut(
+    ids: NDArray[np.int64], weights: Float32, sums: NDArray[np.float64], mass: float
+) -> tuple[NDArray[np.int64], Float32]:
+    """The largest weights, with their running sums, up to the one that reaches the mass; the largest in any case."""
+    # The token that crosses top_p belongs to the nucleus.
+    keep = sums - weights < mass
+    keep[0] = True
+    return ids[keep], weights[keep]
+
+
+def _temperature(params: SamplingParams) -> float:
+    return min(max(params.temperature, _LEAST_TEMPERATURE), _MOST_TEMPERATURE)
 
 
 def _weights(scores: Float32, top: np.float32, temperature: float, out: Float32 | None = None) -> Float32:
@@ -193,24 +273,25 @@ def largest(scores: Float32, count: int) -> NDArray[np.int64]:
     The count-th largest of the maxima of groups is a lower bound of the count-th largest score, so one pass leaves few
     candidates: a large vocabulary takes a fraction of a full partition. Groups are columns, whose maxima are quick.
     """
-    width = len(scores) // _GROUP
-    candidates: NDArray[np.int64]
-    if count < width:
-        whole = width * _GROUP
-        maxima = scores[:whole].reshape(_GROUP, width).max(axis=0)
-        bound = np.partition(maxima, width - count)[width - count]
-        columns = np.flatnonzero(maxima >= bound)
-        members = np.arange(0, whole, width)[:, None] + columns
-        candidates = np.concatenate([members.ravel(), np.arange(whole, len(scores))])
-        candidates = candidates[scores[candidates] >= bound]
-    else:
+    # With fewer groups than four times the count the bound would be low.
+    group = next((each for each in _GROUPS if 4 * count * each < len(scores)), None)
+    if group is None:
         candidates = np.arange(len(scores))
-    if count < len(candidates):
-        values = scores[candidates]
-        last = np.partition(values, len(values) - count)[len(values) - count]
-        candidates = candidates[values >= last]
-    order = np.lexsort((candidates, -scores[candidates]))
-    return candidates[order]
+        if count < len(scores):
+            candidates = np.flatnonzero(scores >= np.partition(scores, len(scores) - count)[len(scores) - count])
+    else:
+        width = len(scores) // group
+        maxima = scores[: width * group].reshape(group, width).max(axis=0)
+        candidates = np.flatnonzero(scores >= np.partition(maxima, width - count)[width - count])
+    # One whole number says score and id: the bits of a float, its sign apart, are in the order of the floats. Numbers
+    # are sorted many times faster than pairs. Adding 0 makes the two zeros equal.
+    bits = (scores[candidates] + np.float32(0)).view(np.int32)
+    ranks = ~(bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))).astype(np.int64)
+    keys = (ranks << 32) | candidates
+    keys.sort()
+    if count < len(keys):
+        keys = keys[: np.searchsorted(keys, (keys[count - 1] >> 32) + 1 << 32)]
+    return keys & 0xFFFFFFFF
 
 
 def _require_finite(largest: np.floating) -> None:

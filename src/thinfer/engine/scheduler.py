@@ -15,7 +15,7 @@ from thinfer.engine.logprobs import token_logprob
 from thinfer.engine.prefix_cache import Prefix
 from thinfer.engine.request import Request, TextSink
 from thinfer.engine.runtime import Engine, LogitsWanted, Work
-from thinfer.engine.sampler import Sampler
+from thinfer.engine.sampler import Sampler, Scratch
 from thinfer.errors import ResourceError, UsageError
 
 # A prompt beside decoding requests makes each of their tokens wait for its rows.
@@ -59,6 +59,7 @@ class Scheduler:
         self._make_sink = make_sink
         self._eos = frozenset(eos_ids)
         self._clock = clock
+        self._scratch = Scratch()
         # Both are in order of arrival, and all that runs arrived before all that waits.
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -111,7 +112,7 @@ class Scheduler:
                 f"the request needs {needed} KV blocks of {size} tokens and the pool has {total}; "
                 f"raise kv_tokens to at least {needed * size} or lower max_tokens"
             )
-        sampler = Sampler(params, prompt, self._eos)
+        sampler = Sampler(params, prompt, self._eos, self._scratch)
         request = Request(list(prompt), params, sampler, self._make_sink(params, continues), limit, self._clock())
         self._waiting.append(request)
         return request

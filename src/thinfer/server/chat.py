@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -50,6 +50,7 @@ def _prepare(model: ServedModel, body: ChatRequest) -> tuple[list[int], list[Sam
         add_generation_prompt=body.add_generation_prompt is not False and not body.continue_final_message,
         continue_final=bool(body.continue_final_message),
         variables=body.chat_template_kwargs or {},
+        check=model.check_texts,
     )
     most = body.max_completion_tokens or body.max_tokens
     params = [
@@ -92,8 +93,9 @@ def prompt_ids(
     add_generation_prompt: bool = True,
     continue_final: bool = False,
     variables: Mapping[str, Any],
+    check: Callable[[Sequence[str]], None] = lambda _: None,
 ) -> list[int]:
-    """Token ids of a conversation, by the model's template.
+    """Token ids of a conversation, by the model's template; `check` may refuse its text before the tokens are made.
 
     Raises:
         ApiError: the model has no template, or one without tools; the template fails on these messages.
@@ -110,7 +112,7 @@ def prompt_ids(
     if clash is not None:
         raise ApiError(400, f"chat_template_kwargs: {clash} has a field of its own", param="chat_template_kwargs")
     try:
-        return template.encode(
+        pieces = template.render(
             [_message(message) for message in messages],
             add_generation_prompt,
             [tool.model_dump(exclude_none=True) for tool in tools] or None,
@@ -119,6 +121,8 @@ def prompt_ids(
         )
     except CheckpointError as error:
         raise ApiError(400, f"the chat template fails on these messages: {_cause(error)}", param="messages") from error
+    check(pieces)
+    return template.encode_pieces(pieces)
 
 
 def _cause(error: BaseException) -> str:
@@ -148,7 +152,7 @@ def _message(message: Message) -> dict[str, Any]:
 
 def _arguments(given: str | dict[str, Any]) -> dict[str, Any]:
     try:
-        value = json.loads(given) if isinstance(given, str) else given
+        value = json.loads(given or "{}") if isinstance(given, str) else given
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):

@@ -32,7 +32,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     ids, params = await asyncio.to_thread(_prepare, model, body, given)
     texts = _Texts(state, model, body, given, ids)
     prompts = [
-        Prompt(each, settings, continues=isinstance(item, str) and item != "")
+        Prompt(each, settings, continues=bool(item))
         for item, each in zip(given, ids, strict=True)
         for settings in params
     ]
@@ -48,10 +48,14 @@ def _prepare(
 ) -> tuple[list[list[int]], list[SamplingParams]]:
     """Token ids of the prompts, and the settings of the choices of each."""
     special = body.add_special_tokens is not False
-    tokenizer = model.llm.tokenizer
-    ids = [tokenizer.encode(item, add_special=special) if isinstance(item, str) else item for item in given]
-    for each in ids:
-        model.check_ids(each, "prompt")
+    ids = []
+    for item in given:
+        if isinstance(item, str):
+            model.check_texts([item])
+            ids.append(model.llm.tokenizer.encode(item, add_special=special, parse_special=True))
+        else:
+            model.check_ids(item, "prompt")
+            ids.append(item)
     wanted = body.response_format.schema_wanted if body.response_format is not None else None
     allowed = model.grammars.json_schema(wanted, "response_format") if wanted is not None else None
     params = []
@@ -124,7 +128,7 @@ class _Texts:
             text, ids, entries = "", (), ()
         first = index not in self._begun
         prompt = self._prompts[index] if body.echo else ""
-        logprobs = self._begun.setdefault(index, TextLogprobs(self._tokenizer))
+        logprobs = self._begun.setdefault(index, TextLogprobs(self._tokenizer, prompt))
         values = None
         if body.logprobs is not None:
             before = self._ids[index] if body.echo and first else []

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinfer.core.sampling import TokenConstraint
-from thinfer.errors import CheckFailed, UnsupportedError
+from thinfer.errors import UnsupportedError
 from thinfer.server.failures import ApiError
 from thinfer.text.tokenizer import Tokenizer
 
@@ -56,6 +56,11 @@ class Grammars:
         if matcher.is_error():
             reason = matcher.get_error().splitlines()[0][:500]
             raise ApiError(400, f"{param}: the schema is not supported: {reason}", param=param, code="invalid_schema")
+        try:
+            # Some schemas that nothing follows, such as a reference to itself, show only here.
+            _Constraint(matcher.deep_copy(), self._eos, self._vocab_size).mask()
+        except UnsupportedError as error:
+            raise ApiError(400, f"{param}: {error}", param=param, code="invalid_schema") from error
         return lambda: _Constraint(matcher.deep_copy(), self._eos, self._vocab_size)
 
     def _read(self) -> llguidance.LLTokenizer:
@@ -93,15 +98,21 @@ class _Constraint:
         self._bits = masks.allocate_token_bitmask(1, vocab_size)
 
     def mask(self) -> NDArray[np.bool_]:
-        if self._matcher.is_error():
-            raise CheckFailed(f"the grammar stopped: {self._matcher.get_error().splitlines()[0][:500]}")
+        self._check()
         if self._matcher.is_stopped():
             allowed = np.zeros(self._vocab_size, np.bool_)
             allowed[self._eos] = True
             return allowed
         masks.fill_next_token_bitmask(self._matcher, self._bits)
+        self._check()
         return np.unpackbits(self._bits.view(np.uint8)[0], bitorder="little")[: self._vocab_size].view(np.bool_)
 
     def accept(self, token: int) -> None:
         if token not in self._eos:
             self._matcher.consume_token(token)
+
+    def _check(self) -> None:
+        """A grammar that gave up allows end tokens, and its text would look as if it were complete."""
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().splitlines()[0][:500]
+            raise UnsupportedError(f"the schema cannot be followed from here: {reason}")

@@ -92,6 +92,9 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, UsageError | UnsupportedError):
         return ApiError(400, str(error))
+    if isinstance(error, RecursionError):
+        # What of ours recurses does it over a client's JSON.
+        return ApiError(400, "the body is nested too deeply")
     _log.error("request failed: %s: %s", type(error).__name__, error, exc_info=error)
     return ApiError(500, _INTERNAL)
 
@@ -101,7 +104,7 @@ def install(app: FastAPI) -> None:
 
     async def validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)  # noqa: S101  (registered for this class)
-        return _of_validation(error).response()
+        return _of_validation(error, request).response()
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101  (registered for this class)
@@ -116,7 +119,7 @@ def install(app: FastAPI) -> None:
 
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, http)
-    for kind in (ApiError, ResourceError, UsageError, UnsupportedError):
+    for kind in (ApiError, ResourceError, UsageError, UnsupportedError, RecursionError):
         app.add_exception_handler(kind, other)
 
 
@@ -131,10 +134,14 @@ def _of_http(error: HTTPException, request: Request) -> ApiError:
     return ApiError(error.status_code, str(error.detail))
 
 
-def _of_validation(error: RequestValidationError) -> ApiError:
+def _of_validation(error: RequestValidationError, request: Request) -> ApiError:
     """The complaint that goes deepest, with its place in the body as `param`."""
     # A union complains once a member: the deepest one is about the form that was meant.
     first = max(error.errors(), key=lambda each: len(each.get("loc", ())))
+    if first.get("loc") == ("body",) and "json" not in request.headers.get("content-type", ""):
+        return ApiError(400, "send the body as JSON, with the header Content-Type: application/json")
+    if first.get("type") == "model_attributes_type":
+        return ApiError(400, "the body must be a JSON object")
     if first.get("type") == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     fields = [str(part) for part in first.get("loc", ())[1:] if isinstance(part, int) or _is_field(part)]

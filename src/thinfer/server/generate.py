@@ -17,10 +17,9 @@ from thinfer.server.failures import ApiError, as_api_error
 from thinfer.server.loop import Prompt, Ticket
 from thinfer.server.metrics import RequestClock
 from thinfer.server.sse import DONE, EventStream, until_disconnect
-from thinfer.server.state import ServedModel, ServerState
+from thinfer.server.state import LAST_WORDS_SECONDS, ServedModel, ServerState
 
 T = TypeVar("T")
-_LAST_WORDS_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -89,6 +88,9 @@ class Job:
         self._cached = 0
         self._tickets = model.loop.submit(prompts)
         self._clocks = [state.metrics.clock() for _ in prompts]
+        self._why: ApiError | None = None
+        self._jobs = state.jobs
+        self._jobs.add(self)
 
     async def admitted(self) -> None:
         """Wait until the engine took all prompts; end them and raise what it has against one."""
@@ -132,9 +134,15 @@ class Job:
                 task.cancel()
 
     def cancel(self) -> None:
-        """End what still runs."""
+        """End what still runs, for a client that is gone or has all it wanted."""
+        self._jobs.discard(self)
         for ticket in self._tickets:
             ticket.cancel()
+
+    def stop(self, why: ApiError) -> None:
+        """End what still runs; whoever waits for it is told why."""
+        self._why = self._why or why
+        self.cancel()
 
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object for what was read so far; a prompt counts once, whatever its choices."""
@@ -147,6 +155,8 @@ class Job:
 
     def _read(self, index: int, chunks: Sequence[StreamChunk]) -> Output:
         output = Output.joined(chunks, self._clocks[index])
+        if output.finish_reason == "cancelled" and self._why is not None:
+            raise self._why
         self._generated += 0 if self._scores_only else len(output.token_ids)
         if output.timings is not None and index % self._choices == 0:
             self._cached += output.timings.cached_tokens
@@ -157,15 +167,14 @@ async def answer(request: Request, state: ServerState, job: Job, work: Coroutine
     """The result of a coroutine over a job; the job ends when the client goes away or the time is over."""
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(until_disconnect(request.receive))
+    timer = _limit(state, job)
     try:
-        limit = state.settings.request_seconds
-        done, _ = await asyncio.wait({task, watcher}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if task in done:
             return task.result()
-        if watcher in done:
-            raise ApiError(408, "the client went away")
-        raise ApiError(504, f"the request took longer than {limit:g} s; ask for fewer tokens")
+        raise ApiError(408, "the client went away")
     finally:
+        timer.cancel()
         job.cancel()
         task.cancel()
         watcher.cancel()
@@ -174,24 +183,31 @@ async def answer(request: Request, state: ServerState, job: Job, work: Coroutine
 
 def event_stream(state: ServerState, job: Job, events: AsyncGenerator[dict[str, Any], None]) -> Response:
     """Events of a job, then ``[DONE]``; a failure is an event of its own."""
-    limit = state.settings.request_seconds
-    end = time.monotonic() + limit
+    timer = _limit(state, job)
 
     async def guarded() -> AsyncGenerator[dict[str, Any] | str, None]:
         try:
             async with aclosing(events) as source:
                 async for item in source:
                     yield item
-                    if time.monotonic() > end:
-                        raise ApiError(504, f"the request took longer than {limit:g} s; ask for fewer tokens")
         except Exception as error:
             yield as_api_error(error).body()
-        finally:
-            job.cancel()
         yield DONE
 
+    def end() -> None:
+        timer.cancel()
+        job.cancel()
+
     # Who does not even read the failure is cut off a little later.
-    return EventStream(guarded(), ping_seconds=state.settings.ping_seconds, time_limit=limit + _LAST_WORDS_SECONDS)
+    limit = state.settings.request_seconds + LAST_WORDS_SECONDS
+    return EventStream(guarded(), on_end=end, ping_seconds=state.settings.ping_seconds, time_limit=limit)
+
+
+def _limit(state: ServerState, job: Job) -> asyncio.TimerHandle:
+    """Stop a job when its time is over, whatever it waits for then."""
+    seconds = state.settings.request_seconds
+    why = ApiError(504, f"the request took longer than {seconds:g} s; ask for fewer tokens")
+    return asyncio.get_running_loop().call_later(seconds, job.stop, why)
 
 
 def head(kind: str, prefix: str, name: str) -> dict[str, Any]:

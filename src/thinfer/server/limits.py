@@ -1,14 +1,18 @@
-"""What every request must pass: the key, the size and time of its body; and connections that never get to a request."""
+"""What every request must pass: host, key, size and time of its body; and connections that never get to a request."""
 
 import asyncio
 import hmac
 import logging
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
 
+import h11
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from thinfer.server.failures import ApiError, as_api_error
+from thinfer.server.sse import to_json
 from thinfer.server.state import ServerState
 
 MAX_HEADER_BYTES = 32 << 10
@@ -49,6 +53,7 @@ class Guard:
 
         try:
             _check_headers(scope)
+            self._check_host(scope)
             self._check_key(scope)
             await self._app(scope, await self._with_body(scope, receive), watched)
         except Exception as error:
@@ -61,6 +66,17 @@ class Guard:
                 # The rest of the body is not read, so the connection cannot go on.
                 response.headers["Connection"] = "close"
             await response(scope, receive, watched)
+
+    def _check_host(self, scope: Scope) -> None:
+        """Refuse names that are not this server's: a page whose name is made to point here could call it otherwise."""
+        names = self._state.settings.host_names
+        if names is None:
+            return
+        host = (_header(scope, b"host") or b"").decode("latin-1")
+        # The port counts for nothing; an IPv6 address is in brackets.
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+        if name.lower() not in names and not _is_local(name.lower()):
+            raise ApiError(403, f"this server is not called {name!r:.200}; start it with --allowed-host for that name")
 
     def _check_key(self, scope: Scope) -> None:
         key, path = self._state.settings.api_key, scope["path"]
@@ -120,6 +136,17 @@ def _check_headers(scope: Scope) -> None:
         raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes; send less")
 
 
+def _is_local(name: str) -> bool:
+    """Whether a host needs no name service to be found: an address or localhost."""
+    if not name or name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
 def _header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
@@ -144,6 +171,22 @@ class PatientProtocol(H11Protocol):
             self._wait_no_more()
         elif self._deadline is None:
             self._wait()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP in the form of all other failures, and close."""
+        message = f"the request is not valid HTTP/1.1, or its headers are larger than {MAX_HEADER_BYTES} bytes"
+        body = to_json(ApiError(400, message, code="invalid_http").body())
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        start = h11.Response(status_code=400, headers=headers, reason=b"Bad Request")
+        # In the middle of another answer there is no place for it.
+        with suppress(h11.LocalProtocolError):
+            for event in (start, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""

@@ -22,7 +22,12 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict
 
 def _entry(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
     data = tokenizer.token_bytes(token)
-    return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+    return {"token": data.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _finite(logprob: float) -> float:
+    # JSON has no infinity; OpenAI and vLLM write this for tokens that cannot come.
+    return max(logprob, -9999.0)
 
 
 class TextLogprobs:
@@ -30,12 +35,13 @@ class TextLogprobs:
 
     Args:
         tokenizer: the model's.
-        offset: characters of the text that are before the first token.
+        prompt: the text of the first tokens, where the completion repeats it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt: str = "") -> None:
         self._tokenizer = tokenizer
-        self._offset = offset
+        self._prompt = prompt
+        self._offset = 0
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def add(self, ids: Sequence[int], entries: Sequence[TokenLogprob | None]) -> dict[str, Any]:
@@ -44,21 +50,31 @@ class TextLogprobs:
         for token in ids:
             tokens.append(self._spell(token))
             offsets.append(self._offset)
-            if token not in self._tokenizer.special_ids:
-                self._offset += len(self._utf8.decode(self._tokenizer.token_bytes(token)))
+            self._offset += self._length(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [None if entry is None else entry.logprob for entry in entries],
+            "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
             "top_logprobs": [None if entry is None else self._top(entry) for entry in entries],
             "text_offset": offsets,
         }
+
+    def _length(self, token: int) -> int:
+        """Characters that a token adds to the text."""
+        data = self._tokenizer.token_bytes(token)
+        if token in self._tokenizer.special_ids:
+            # Shown only where a prompt spells it: neither the begin token before it nor an end token is.
+            return len(data.decode()) if self._prompt.startswith(data.decode(), self._offset) else 0
+        if self._offset == 0 and self._prompt and data.startswith(b" ") and not self._prompt.startswith(" "):
+            # SentencePiece puts a space before a text, which the text does not have.
+            data = data[1:]
+        return len(self._utf8.decode(data))
 
     def _top(self, entry: TokenLogprob) -> dict[str, float]:
         # The token itself is always there, as with OpenAI: clients look for it.
         most: dict[str, float] = {}
         for token, value in (*entry.top, (entry.token, entry.logprob)):
             # Two tokens may be spelled alike; the likelier one keeps the name.
-            most.setdefault(self._spell(token), value)
+            most.setdefault(self._spell(token), _finite(value))
         return most
 
     def _spell(self, token: int) -> str:

@@ -73,6 +73,7 @@ class StreamOptions(_Strict):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = Field(None, description="Nothing is padded either way.")
 
 
 class Sampling(_Strict):
@@ -154,7 +155,9 @@ class FunctionCall(_Strict):
     """A call that the assistant made earlier."""
 
     name: str
-    arguments: str | dict[str, Any] = Field("{}", description="A JSON object, as text or as it is.")
+    arguments: str | dict[str, Any] = Field("{}", description="A JSON object, as text or as it is; empty: none.")
+    # What clients add to calls that they read; nothing of it reaches the model.
+    parsed_arguments: Any = None
 
 
 class ToolCall(_Strict):
@@ -163,6 +166,8 @@ class ToolCall(_Strict):
     id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
+    # Streams number calls, and clients send back what they put together from them.
+    index: int | None = None
 
 
 class Message(_Strict):
@@ -174,11 +179,12 @@ class Message(_Strict):
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    # What answers carry and clients send back; nothing of it reaches the model.
+    # What answers carry, or clients add to them, and send back; nothing of it reaches the model.
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Any = None
 
 
 class Function(_Strict):

@@ -1,5 +1,6 @@
 """Runs a server until a signal ends it: the port first, then the model, and at the end what is under way."""
 
+import asyncio
 import logging
 import signal
 import socket
@@ -10,7 +11,7 @@ import uvicorn
 from thinfer.errors import UsageError
 from thinfer.server.app import create_app
 from thinfer.server.limits import MAX_HEADER_BYTES, PatientProtocol
-from thinfer.server.state import ServerState
+from thinfer.server.state import LAST_WORDS_SECONDS, ServerState
 
 _KEEP_ALIVE_SECONDS = 30
 
@@ -73,9 +74,11 @@ class Server(uvicorn.Server):
                 server_header=False,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-                timeout_graceful_shutdown=drain_seconds,
+                # Whoever does not read why it ends is cut off after that.
+                timeout_graceful_shutdown=drain_seconds + int(LAST_WORDS_SECONDS),
             )
         )
+        self._drain_seconds = drain_seconds
         self._state = state
         state.stop = self.end
 
@@ -83,6 +86,14 @@ class Server(uvicorn.Server):
         """Begin to end on a signal; end at once on a second SIGINT."""
         self._state.drain()
         super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for what is under way; end it with a proper answer when its time is over."""
+        timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._state.cut_off)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
     def end(self) -> None:
         """Take no more requests, and end once those under way have."""

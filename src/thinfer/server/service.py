@@ -16,6 +16,7 @@ router = APIRouter()
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", responses={200: {"model": Health}, 503: {"model": Failure}}, tags=["service"])
 async def health(request: Request) -> Response:
     """200 once the model is loaded; 503 before, and while the server ends."""
@@ -70,7 +71,7 @@ def _tokens(model: ServedModel, body: TokenizeRequest) -> dict[str, object]:
         generation = body.add_generation_prompt
         ids = prompt_ids(model, body.messages, tools=[], add_generation_prompt=generation, variables={})
     else:
-        ids = tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens)
+        ids = tokenizer.encode(body.prompt or "", add_special=body.add_special_tokens, parse_special=True)
     spelled = [tokenizer.token_bytes(token).decode(errors="replace") for token in ids]
     return {
         "tokens": ids,

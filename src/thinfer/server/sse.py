@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -33,10 +33,12 @@ def event(item: Mapping[str, Any] | str) -> bytes:
 class EventStream(Response):
     """Sends what an async generator gives, an event each, and a comment where nothing came for a while.
 
-    When the client goes away the generator is closed: what it holds it frees in its own ``finally``.
+    When the client goes away the generator is closed.
 
     Args:
         items: objects and texts of events.
+        on_end: called once when the answer ends, however it does. A generator that was not begun, because the client
+            went before, runs no ``finally`` of its own.
         ping_seconds: longest silence.
         time_limit: seconds for the whole answer, after which the connection is closed.
     """
@@ -47,6 +49,7 @@ class EventStream(Response):
         self,
         items: AsyncGenerator[Mapping[str, Any] | str, None],
         *,
+        on_end: Callable[[], None] = lambda: None,
         ping_seconds: float = PING_SECONDS,
         time_limit: float | None = None,
     ) -> None:
@@ -54,6 +57,7 @@ class EventStream(Response):
         # An answer of unknown length has none.
         del self.headers["content-length"]
         self._items = items
+        self._on_end = on_end
         self._ping_seconds = ping_seconds
         self._time_limit = time_limit
         self._silent = True
@@ -70,6 +74,7 @@ class EventStream(Response):
             if sender.done():
                 await sender
         finally:
+            self._on_end()
             for task in (sender, pinger, watcher):
                 task.cancel()
             await asyncio.gather(sender, pinger, watcher, return_exceptions=True)

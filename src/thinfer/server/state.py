@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fastapi import Request
 
@@ -11,6 +12,17 @@ from thinfer.server.failures import ApiError
 from thinfer.server.live import LiveFeed
 from thinfer.server.loop import EngineLoop
 from thinfer.server.metrics import Metrics
+
+# What clients get to read why their answer ends before its time.
+LAST_WORDS_SECONDS = 5.0
+
+
+class Stoppable(Protocol):
+    """Work for one request that can be ended before its time."""
+
+    def stop(self, why: ApiError) -> None:
+        """End it; its client is told why."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +38,7 @@ class ServerSettings:
         body_seconds: longest time for the body of a request to arrive.
         ping_seconds: silence in a stream after which a comment is sent.
         cors_origins: origins whose pages may call this server; ("*",) is all.
+        host_names: what the server may be called in the Host header, beside addresses and localhost; None: anything.
     """
 
     names: tuple[str, ...]
@@ -36,6 +49,7 @@ class ServerSettings:
     body_seconds: float = 30.0
     ping_seconds: float = 10.0
     cors_origins: tuple[str, ...] = ()
+    host_names: tuple[str, ...] | None = None
 
 
 class ServedModel:
@@ -55,6 +69,7 @@ class ServedModel:
         self.grammars = Grammars(llm.tokenizer, llm.eos_ids, llm.config.vocab_size)
         self.live = LiveFeed(llm, loop)
         self.created = created
+        self._longest_token = llm.tokenizer.longest_token
 
     @property
     def context(self) -> int:
@@ -65,6 +80,22 @@ class ServedModel:
         """Most tokens of an answer to a prompt of so many."""
         layout = self.llm.engine.pool.layout
         return max(min(self.context, layout.num_blocks * layout.block_size) - prompt_tokens, 1)
+
+    def check_texts(self, texts: Iterable[str]) -> None:
+        """Refuse a prompt that is too long however it is cut into tokens, before the work of cutting it.
+
+        Raises:
+            ApiError: 400 that names both lengths.
+        """
+        size = sum(len(text.encode(errors="replace")) for text in texts)
+        least = -(-size // self._longest_token)
+        if least >= self.context:
+            raise ApiError(
+                400,
+                f"the prompt has {size} bytes, which are at least {least} tokens, and the context {self.context}, "
+                "which must also hold the answer; shorten the prompt or start the server with a larger --max-model-len",
+                code="context_length_exceeded",
+            )
 
     def check_ids(self, ids: Iterable[int], param: str) -> None:
         """Refuse token ids that the model does not have.
@@ -89,6 +120,7 @@ class ServerState:
         metrics: the figures of `/metrics`.
         failed: what loading failed with.
         draining: whether the server ends once its requests have.
+        jobs: what runs for requests.
         ready: called with the model once it is loaded.
         stop: called to end the server when loading failed.
     """
@@ -99,6 +131,7 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     failed: Exception | None = None
     draining: bool = False
+    jobs: set[Stoppable] = field(default_factory=set)
     ready: Callable[[LLM], None] = lambda _: None
     stop: Callable[[], None] = lambda: None
 
@@ -107,6 +140,11 @@ class ServerState:
         self.draining = True
         if self.model is not None:
             self.model.live.close()
+
+    def cut_off(self) -> None:
+        """End what still runs, because the server does."""
+        for job in list(self.jobs):
+            job.stop(ApiError(503, "the server ended before the answer was complete", code="draining"))
 
     @property
     def name(self) -> str:

@@ -147,7 +147,10 @@ class ChatTemplate:
         **variables: Any,
     ) -> list[int]:
         """Render messages to prompt ids, with exactly one BOS where the model wants one; arguments as ``render``."""
-        pieces = self.render(messages, add_generation_prompt, tools, continue_final, **variables)
+        return self.encode_pieces(self.render(messages, add_generation_prompt, tools, continue_final, **variables))
+
+    def encode_pieces(self, pieces: Sequence[str]) -> list[int]:
+        """Prompt ids of what `render` returned."""
         ids = [i for piece in pieces for i in self._tokenizer.encode(piece, add_special=False, parse_special=True)]
         bos = self._tokenizer.bos_id
         if bos is not None and self._tokenizer.adds_bos and ids[:1] != [bos]:

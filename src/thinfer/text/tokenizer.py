@@ -5,6 +5,7 @@ import json
 import re
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,8 @@ from thinfer.formats.checkpoint import Checkpoint
 from thinfer.formats.json_file import read_json
 from thinfer.text.gguf_tokenizer import build_tokenizer
 
+# Beyond so many characters text is cut without the GIL, which other threads need meanwhile; below it is not worth it.
+_LONG_TEXT = 2000
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -158,6 +161,16 @@ class Tokenizer:
             piece = self._pieces[token_id] = self._spell(token_id)
         return piece
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Most bytes of text that a token stands for, where none is lost before the cut.
+
+        Example:
+            >>> len(tokenizer.encode(text)) * tokenizer.longest_token >= len(text.encode())  # doctest: +SKIP
+            True
+        """
+        return max(len(self.token_bytes(token)) for token in range(self.vocab_size))
+
     def token_id(self, text: str) -> int | None:
         """Return the id of the token spelled exactly so in the vocabulary, or None."""
         found: int | None = self._backend.token_to_id(text)
@@ -168,7 +181,10 @@ class Tokenizer:
         with self._lock:
             self._backend.encode_special_tokens = specials_are_text
             try:
-                ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+                if len(text) > _LONG_TEXT:
+                    ids: list[int] = self._backend.encode_batch([text], add_special_tokens=False)[0].ids
+                else:
+                    ids = self._backend.encode(text, add_special_tokens=False).ids
             except TypeError as error:
                 raise UsageError(
                     "the text is not a string of valid Unicode; was it read from a file or a pipe that is not UTF-8?"
