@@ -370,6 +370,7 @@ class CpuExecutor:
                 scale=attrs["scale"],
                 window=attrs["window"],
                 slopes=attrs.get("slopes"),
+                lists=self._lists.heads(attrs["layer"]),
                 **heads,
             )
         if node.op in ("gated_act", "act"):
@@ -403,11 +404,11 @@ class CpuExecutor:
         ]
 
     def _add_predictors(self, node: Node) -> None:
-        """What reads the input of an FFN, before the FFN itself."""
-        if node.op in _READERS and node.attrs["kind"] in ("gate_up", "up"):
+        """What reads the input of an FFN or an attention, before these."""
+        if node.op in _READERS and node.attrs["kind"] in ("gate_up", "up", "qkv"):
             source = self._buffers[node.inputs[0]]
-            options = self._options.activations
-            self._lists.add_predictors(self._program, node.attrs["layer"], source, self._pool, self._arena, options)
+            kind, layer, activations = node.attrs["kind"], node.attrs["layer"], self._options.activations
+            self._lists.add_predictors(self._program, kind, layer, source, self._pool, self._arena, activations)
 
     def _add_neurons(self, node: Node, inputs: Sequence[int], out: int) -> int:
         """Neurons whose gate is another buffer (their one weight is up), or all of a listed FFN's."""
