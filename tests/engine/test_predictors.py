@@ -203,10 +203,11 @@ def test_heads_left_out_are_those_of_the_masked_run(model, threads):
     """Keys and values of all heads are written: the same as a run in which only what the heads add is masked."""
     heads = [make_predictor(model, "heads", layer) for layer in (0, 1)]
     selector = selector_of(heads)
+    tokens = 4 * IDS  # more than one segment of the cache
     seen = {}
     with Engine(model, EngineOptions(**FLOAT | {"threads": threads}), neurons=selector) as engine:
         logits, sequence = [], engine.new_sequence()
-        for token in IDS:
+        for token in tokens:
             made = engine.step(
                 [Work(sequence, [token], sparse=True)], observe=lambda b, s, x: seen.setdefault(s, []).append(x.copy())
             )
@@ -218,19 +219,19 @@ def test_heads_left_out_are_those_of_the_masked_run(model, threads):
             masks[f"layers.{layer}.o"] = np.repeat(needed, tiny_llama.HEAD_DIM, axis=1)
             added = np.concatenate(seen[f"layers.{layer}.o"])[selector.sink_tokens :]
             assert np.array_equal(added != 0, masks[f"layers.{layer}.o"][selector.sink_tokens :])
-        whole_groups = ~needed.reshape(len(IDS), tiny_llama.KV_HEADS, -1).any(axis=2)
+        whole_groups = ~needed.reshape(len(tokens), tiny_llama.KV_HEADS, -1).any(axis=2)
         assert whole_groups.any()
-        together = engine.step([Work(engine.new_sequence(), IDS, "all", sparse=True)])[0]
-    expected = WindowRunner(model, len(IDS), selector.sink_tokens).run(IDS, RecordedSets(masks))
+        together = engine.step([Work(engine.new_sequence(), tokens, "all", sparse=True)])[0]
+    expected = WindowRunner(model, len(tokens), selector.sink_tokens).run(tokens, RecordedSets(masks))
     assert np.abs(np.concatenate(logits) - expected).max() < 1e-3
     assert np.array_equal(together, np.concatenate(logits))
 
 
-@pytest.mark.parametrize("weights", ["q4", "q8"])
-def test_a_batch_gives_each_row_what_it_gets_alone(base, predictors, tmp_path, weights):
+@pytest.mark.parametrize(("weights", "streams"), [("stored", 9), ("q4", 3), ("q4", 9), ("q4", 32), ("q8", 9)])
+def test_a_batch_gives_each_row_what_it_gets_alone(base, predictors, tmp_path, weights, streams):
     folder = write_predictors(tmp_path / "out", base, predictors)
-    prompts = [[(7 * i + j) % 256 for j in range(3 + i)] for i in range(9)]
-    with LLM(folder, threads=2, weights=weights, chunk=16) as llm:
+    prompts = [[(7 * i + j) % 256 for j in range(3 + i % 5)] for i in range(streams)]
+    with LLM(folder, threads=2, weights=weights, max_sequences=streams, kv_tokens=64 * streams) as llm:
         alone = [llm.generate(prompt, GREEDY).token_ids for prompt in prompts]
         assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == alone
         assert len(set(alone)) > 1

@@ -259,14 +259,14 @@ class CpuExecutor:
     def _collect(self) -> None:
         kinds = {ops[-1]: node for node, ops in zip(self._nodes, self._op, strict=True) if node is not None and ops}
         for index, counter in enumerate(self._program.take_counters()):
-            if index not in kinds:
-                self._lists.count(index, counter, self._counts)
-                continue
-            node = kinds[index]
-            kind = node.attrs["kind"] if node.op in _READERS else node.op
+            node = kinds.get(index)
+            kind = "predictor" if node is None else node.attrs["kind"] if node.op in _READERS else node.op
             times = self._times.setdefault(kind, [0, 0, 0])
             for place, value in enumerate((counter.calls, counter.nanoseconds, counter.bytes_read)):
                 times[place] += value
+            if node is None:
+                self._lists.count(index, counter, self._counts)
+                continue
             if node.op in _READERS and counter.channels_total:
                 # The head runs for chosen rows only, and never under a threshold.
                 whole = sum(matrix.nbytes for matrix in self._packed[node.output]) * counter.calls
