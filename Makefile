@@ -30,7 +30,7 @@ demo: setup
 	$(BIN)/thinfer demo --model $(MODEL) --out demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 check: setup
 	$(BIN)/ruff format --check src tests scripts examples

@@ -24,7 +24,8 @@ from thinfer.evals.tasks import score_tasks
 from thinfer.pruning.checkpoint import LoadedModel, load_torch
 from thinfer.pruning.quality import torch_perplexity
 from thinfer.pruning.recipe import Recipe
-from thinfer.pruning.recovery.recover import RecoverOptions, recover
+from thinfer.pruning.recovery.options import RecoverOptions
+from thinfer.pruning.recovery.recover import recover
 from thinfer.pruning.run import prune
 
 LEVELS: dict[str, dict[str, Any]] = {

@@ -48,14 +48,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from thinfer.activation.learning_curve import LearningCurve, can_plot, plot_curves
 from thinfer.activation.relu_swap import Ffn, ZeroMeter, find_ffns
-from thinfer.activation.relufy import neuron_sizes
+from thinfer.activation.relufy_loss import neuron_sizes
+from thinfer.activation.relufy_options import half_sine
 from thinfer.calibration.text import cut_windows
 from thinfer.errors import ThinferError, UsageError
-from thinfer.pruning.checkpoint import round_weights, save_folder
 from thinfer.pruning.quality import torch_perplexity
 from thinfer.pruning.recovery.language import TextBatches, lm_loss
 from thinfer.pruning.recovery.trainer import TrainOptions, train
-from thinfer.pruning.writing import exclusive
+from thinfer.pruning.saving import round_weights, save_folder
+from thinfer.pruning.writing import exclusive, writing
 
 BOS, EOS = 256, 257
 _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -118,7 +119,10 @@ class Corpus:
 def documents(text: list[Path]) -> Iterator[tuple[str, bytes]]:
     """Names and contents: the files of `text` in pieces, or else the standard library's modules."""
     for path in text:
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise UsageError(f"--text {path}: {error.strerror}") from error
         for first in range(0, len(content), _PIECE):
             yield f"{path.name}:{first}", content[first : first + _PIECE]
     if not text:
@@ -197,8 +201,7 @@ class SparseLoss:
             return lm_loss(model, ids)
         with neuron_sizes(self.ffns) as sizes:
             loss = lm_loss(model, ids)
-        strength = self.l1 * 0.5 * (1 - math.cos(math.pi * (number + 1) / self.steps))
-        return loss + strength * torch.stack(sizes).mean()
+        return loss + self.l1 * half_sine(number, self.steps) * torch.stack(sizes).mean()
 
 
 def measure(model: Any, ffns: tuple[Ffn, ...], windows: list[list[int]]) -> dict[str, Any]:
@@ -211,20 +214,22 @@ def measure(model: Any, ffns: tuple[Ffn, ...], windows: list[list[int]]) -> dict
 
 
 def train_twin(activation: str, data: Corpus, training: TrainOptions, options: argparse.Namespace) -> dict[str, Any]:
-    """Train one model and write its folder; a finished one is only read."""
-    folder = options.out / activation
-    if (folder / "report.json").is_file():
-        report: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        return report
+    """Train one model and write its folder; a finished one with the same settings is only read."""
+    folder, states = options.out / activation, options.out / f".{activation}.training"
     shape = Shape(options.hidden, options.neurons, options.layers, options.heads, options.kv_heads)
-    model: Any = shape.make(activation, options.length, options.seed)
-    ffns = find_ffns(model)
     l1 = options.l1 if activation == "relu" else 0.0
     settings = {"activation": activation, "l1": l1, **asdict(shape), **asdict(training), "text": data.facts["sha256"]}
     settings |= {"batch": options.batch, "length": options.length}
     del settings["checkpoint_minutes"]
+    if (folder / "report.json").is_file():
+        report: dict[str, Any] = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        if report["settings"] != json.loads(json.dumps(settings)):
+            raise UsageError(f"{folder}: was trained with other settings or text; choose another -o, or delete it")
+        shutil.rmtree(states, ignore_errors=True)
+        return report
     key = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    states = options.out / f".{activation}.training"
+    model: Any = shape.make(activation, options.length, options.seed)
+    ffns = find_ffns(model)
     curve = LearningCurve(states / "curve.json", f"{key} {len(data.held_out)} {options.eval_points}")
     points = {round(training.steps * n / options.eval_points) - 1 for n in range(1, options.eval_points + 1)}
     # On the way a part is enough.
@@ -316,61 +321,10 @@ Both started from the same weights and saw the same text. Held out: {report["hel
 """
 
 
-def say(line: str) -> None:
-    """Print with the time."""
-    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
-
-
-def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--out", type=Path, required=True, help="folder of both results and their states")
-    parser.add_argument("--text", type=Path, nargs="*", default=[], help="files instead of the standard library")
-    parser.add_argument("--steps", type=int, default=2600)
-    parser.add_argument("--batch", type=int, default=8, help="windows of one step")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a window, with the begin token")
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--warmup", type=int, default=100, help="steps; at most a tenth of all")
-    parser.add_argument("--l1", type=float, default=0.1, help="strength of the penalty on the ReLU model's neurons")
-    shape = Shape()
-    for name, value in asdict(shape).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--eval-points", type=int, default=25)
-    parser.add_argument("--eval-windows", type=int, default=512, help="held-out windows of the final figures")
-    parser.add_argument("--checkpoint-minutes", type=float, default=3.0)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--verbose", action="store_true", help="say every step")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Train both, then write cards, picture and the comparison."""
-    options = parse(arguments)
-    torch.set_num_threads(options.threads)
-    training = TrainOptions(
-        steps=options.steps,
-        lr=options.lr,
-        warmup=min(options.warmup, options.steps // 10),
-        final_lr=0.1,
-        weight_decay=0.1,
-        betas=(0.9, 0.95),
-        seed=options.seed,
-        checkpoint_minutes=options.checkpoint_minutes,
-    )
-    try:
-        data = corpus(options.text, options.length, options.batch, options.seed, options.eval_windows)
-        say(f"{data.facts['source']}: {data.facts['bytes']:,} bytes, {data.facts['held_out_bytes']:,} held out")
-        options.out.mkdir(parents=True, exist_ok=True)
-        twins = {activation: train_twin(activation, data, training, options) for activation in ("relu", "silu")}
-    except KeyboardInterrupt:
-        say("interrupted; the same command continues")
-        return 130
-    except ThinferError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+def describe(twins: dict[str, dict[str, Any]], out: Path) -> None:
+    """Write the cards and the picture, which show both twins, into both folders."""
     for activation, report in twins.items():
-        folder = options.out / activation
+        folder = out / activation
         (folder / "README.md").write_text(card(report, twins), encoding="utf-8")
         if can_plot():
             plot_curves(
@@ -380,6 +334,72 @@ def main(arguments: list[str] | None = None) -> int:
                 label="bits per byte, held out",
                 title=f"{report['parameters']:,} parameters, {report['text']['source']}",
             )
+
+
+def say(line: str) -> None:
+    """Print with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--out", type=Path, required=True, help="folder of both results and their states")
+    parser.add_argument("--text", type=Path, nargs="*", default=[], help="files instead of the standard library")
+    parser.add_argument("--steps", type=positive, default=2600)
+    parser.add_argument("--batch", type=positive, default=8, help="windows of one step")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a window, with the begin token")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--warmup", type=int, default=100, help="steps; at most a tenth of all")
+    parser.add_argument("--l1", type=float, default=0.1, help="strength of the penalty on the ReLU model's neurons")
+    shape = Shape()
+    for name, value in asdict(shape).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=value)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--eval-points", type=positive, default=25)
+    parser.add_argument("--eval-windows", type=positive, default=512, help="held-out windows of the final figures")
+    parser.add_argument("--checkpoint-minutes", type=float, default=3.0)
+    parser.add_argument("--threads", type=positive, default=2)
+    parser.add_argument("--verbose", action="store_true", help="say every step")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train both, then write cards, picture and the comparison."""
+    options = parse(arguments)
+    torch.set_num_threads(options.threads)
+    try:
+        training = TrainOptions(
+            steps=options.steps,
+            lr=options.lr,
+            warmup=min(options.warmup, options.steps // 10),
+            final_lr=0.1,
+            weight_decay=0.1,
+            betas=(0.9, 0.95),
+            seed=options.seed,
+            checkpoint_minutes=options.checkpoint_minutes,
+        )
+        data = corpus(options.text, options.length, options.batch, options.seed, options.eval_windows)
+        say(f"{data.facts['source']}: {data.facts['bytes']:,} bytes, {data.facts['held_out_bytes']:,} held out")
+        with writing(options.out):
+            options.out.mkdir(parents=True, exist_ok=True)
+        twins = {activation: train_twin(activation, data, training, options) for activation in ("relu", "silu")}
+        with writing(options.out):
+            describe(twins, options.out)
+    except KeyboardInterrupt:
+        say("interrupted; the same command continues")
+        return 130
+    except ThinferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     bits = {name: twin["after"]["bits_per_byte"] for name, twin in twins.items()}
     more = 100 * (bits["relu"] / bits["silu"] - 1)
     say(

@@ -132,6 +132,34 @@ def test_what_cannot_work_is_one_line(script, tmp_path, capsys):
     assert "error: the text has too few files" in capsys.readouterr().err
 
 
+def test_a_finished_model_of_other_settings_is_not_taken_for_this_one(script, text, trained, capsys):
+    before = (trained / "relu" / "report.json").read_bytes()
+    assert script.main(["-o", str(trained), *TINY, "--l1", "0.7", "--text", *text]) == 2
+    assert "relu: was trained with other settings or text; choose another -o" in capsys.readouterr().err
+    assert (trained / "relu" / "report.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "no such file"], "error: --text no such file: No such file or directory"),
+        (["--lr", "nan"], "error: learning rate nan"),
+        (["--steps", "0"], "--steps: 0 is less than 1"),
+        (["-o", "/dev/null/x"], "error: /dev/null/x: cannot be written"),
+    ],
+)
+def test_what_is_wrong_on_the_command_line_is_said_without_a_traceback(
+    script, text, tmp_path, capsys, arguments, message
+):
+    try:
+        code = script.main(["-o", str(tmp_path / "out"), *TINY, "--text", *text, *arguments])
+    except SystemExit as exit_:  # argparse
+        code = exit_.code
+    assert code != 0
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out" / "relu").exists()
+
+
 def test_the_default_has_the_size_that_the_docstring_says(script):
     model = script.Shape().make("relu", 256, 0)
     assert sum(parameter.numel() for parameter in model.parameters()) == 3_296_064

@@ -4,23 +4,30 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from thinfer.activation import relufy as module
 from thinfer.activation.generated_text import MixedBatches, write_windows
 from thinfer.activation.learning_curve import LearningCurve
 from thinfer.activation.relu_swap import read_relufied
 from thinfer.activation.relufy import relufy
 from thinfer.activation.relufy_options import RelufyOptions
 from thinfer.cli.main import app
-from thinfer.errors import ArtifactError, UsageError
+from thinfer.errors import ArtifactError, CheckFailed, ResourceError, UsageError
+from thinfer.pruning import saving
 from thinfer.pruning.checkpoint import load_torch
 from thinfer.pruning.quality import torch_perplexity
+from thinfer.pruning.recovery import state
 from thinfer.pruning.recovery.language import TextBatches
-from thinfer.pruning.recovery.recover import Evaluation
+from thinfer.pruning.recovery.session import Evaluation
+from thinfer.pruning.recovery.state import STATE_NAME
 from tiny_llama import write_tiny_llama
 
 SMALL = {"seqlen": 32, "batch": 2, "tokens": 20 * 64, "lr": 3e-3, "refit": 0, "eval_points": 4}
@@ -114,6 +121,85 @@ def test_an_interrupted_run_resumes_to_the_same_bits(dense, tmp_path, changes):
     assert parts["curve"] == whole["curve"]
     assert parts["fitted"] == whole["fitted"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "whole"]
+
+
+def test_a_loss_that_is_not_finite_leaves_nothing_or_names_the_state(dense, tmp_path):
+    """Failure row 18."""
+    wild = {"lr": 1e30, "refit": 4, "warmup": 0.0}
+    with pytest.raises(CheckFailed, match=r"use a lower learning rate or a longer warm-up.*$"):
+        relufy(dense, tmp_path / "out", options(**wild), evaluation=EVALUATION)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(CheckFailed, match=r"use a lower .* delete .*\.out\.training, the state before that, to start"):
+        relufy(dense, tmp_path / "out", options(**wild, checkpoint_minutes=0), evaluation=EVALUATION)
+    assert [path.name for path in tmp_path.iterdir()] == [".out.training"]
+
+
+@pytest.mark.parametrize("place", ["fitted matrices", "state", "curve", "model"])
+def test_a_full_disk_is_one_message_and_the_same_run_ends_later(dense, tmp_path, monkeypatch, place):
+    small, out, states = options(refit=4, tokens=4 * 64), tmp_path / "out", tmp_path / ".out.training"
+
+    def full(*args, **kwargs):
+        raise SafetensorError("No space left on device")
+
+    def no_room(self, *args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        if place == "curve":
+            patched.setattr(Path, "write_text", no_room)
+        elif place == "model":
+            patched.setattr(saving, "_save_model", full)
+        else:
+            patched.setattr(state, "save_file", full if place == "fitted matrices" else Second(full))
+        with pytest.raises(ResourceError, match=r"No space left on device.*free some space"):
+            relufy(dense, out, small, evaluation=EVALUATION)
+    assert not out.exists()
+    kept = {"state": {"refit.safetensors", "curve.json"}, "curve": {"refit.safetensors"}}
+    kept["model"] = {"refit.safetensors", "curve.json", STATE_NAME, "learning-curve.png"}
+    found = {path.name for path in states.iterdir()} if states.exists() else set()
+    assert found == kept.get(place, set())
+    report = relufy(dense, out, small, evaluation=EVALUATION, resume=True)
+    assert report == json.loads((out / "report.json").read_text())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+class Second:
+    """Calls `save_file` once, and something else from then on."""
+
+    def __init__(self, then):
+        self.then, self.calls = then, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return (save_file if self.calls == 1 else self.then)(*args, **kwargs)
+
+
+def test_a_folder_that_gives_something_else_never_appears(dense, tmp_path, monkeypatch):
+    def other(folder):
+        model = read_relufied(folder)
+        torch.nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)
+        return model
+
+    monkeypatch.setattr(module, "read_relufied", other)
+    with pytest.raises(CheckFailed, match=r"does not give what was trained; nothing was written to .*out"):
+        relufy(dense, tmp_path / "out", options(tokens=64), evaluation=EVALUATION)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_was_kept_is_for_one_run_and_damage_is_said(tmp_path):
+    calls = []
+
+    def make():
+        calls.append(1)
+        return {"x": torch.arange(3.0)}, [len(calls)]
+
+    for key, facts in (("a", [1]), ("a", [1]), ("b", [2])):
+        tensors, found = state.kept(tmp_path, "name", key, make)
+        assert (tensors["x"].tolist(), found) == ([0, 1, 2], facts)
+    path = tmp_path / "name.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ArtifactError, match=f"delete {tmp_path} and start again"):
+        state.kept(tmp_path, "name", "b", make)
 
 
 def test_written_windows_begin_as_the_text_and_are_spread_evenly(dense):

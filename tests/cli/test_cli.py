@@ -9,14 +9,15 @@ import subprocess
 import sys
 import time
 import typing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import thinfer as thinfer_package
-from thinfer.cli import bench, calibrate, evaluate, info, options, run
+from thinfer.activation.relufy_options import RelufyOptions
+from thinfer.cli import bench, calibrate, evaluate, info, options, recover, relufy, run
 from thinfer.cli.main import app
 from thinfer.core.request import RequestOutput, StreamChunk, Timings
 from thinfer.core.sampling import SamplingParams
@@ -30,6 +31,7 @@ from thinfer.errors import (
     UnsupportedError,
     UsageError,
 )
+from thinfer.pruning.recovery.options import RecoverOptions
 
 TIMINGS = Timings(prompt_tokens=3, prompt_seconds=0.5, decode_tokens=1, decode_seconds=0.25)
 
@@ -188,6 +190,18 @@ def test_verbs_take_the_engine_options_from_one_declaration():
         assert [shown[option.name] for option in wanted] == wanted
         hints = typing.get_type_hints(verb, include_extras=True)
         assert all(hints[option.name] == option.annotation for option in wanted)
+
+
+@pytest.mark.parametrize(
+    ("verb", "options_class"),
+    [(recover.recover, RecoverOptions), (relufy.relufy, RelufyOptions)],
+    ids=["recover", "relufy"],
+)
+def test_training_verbs_have_the_defaults_of_their_options(verb, options_class):
+    shown = inspect.signature(verb).parameters
+    names = {"compile": "compile_models"}
+    for field in fields(options_class):
+        assert shown[names.get(field.name, field.name)].default == field.default, field.name
 
 
 def test_environment_sets_defaults_and_flags_win(llm, monkeypatch):

@@ -36,11 +36,22 @@ def stored(rng: np.random.Generator, rows: int, inputs: int, kind: str) -> np.nd
 
 
 def write_tiny_gguf(
-    path: Path, types: dict[str, str], *, layers: int = 2, hidden: int = HIDDEN, ffn: int = FFN, vocab: int = VOCAB
+    path: Path,
+    types: dict[str, str],
+    *,
+    layers: int = 2,
+    hidden: int = HIDDEN,
+    ffn: int = FFN,
+    vocab: int = VOCAB,
+    arch: str = "llama",
+    keys: dict[str, str | float] | None = None,
 ) -> Path:
-    """Write the file and return it."""
+    """Write the file, with further keys below the architecture's name, and return it."""
     rng = np.random.default_rng(0)
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, arch)
+    for name, value in (keys or {}).items():
+        add_key = writer.add_string if isinstance(value, str) else writer.add_float32
+        add_key(f"{arch}.{name}", value)
     writer.add_context_length(512)
     writer.add_embedding_length(hidden)
     writer.add_block_count(layers)

@@ -22,8 +22,10 @@ from thinfer.engine.runtime import Engine, Work
 from thinfer.errors import CheckFailed, CheckpointError, ResourceError, UnsupportedError, UsageError
 from thinfer.formats.checkpoint import open_checkpoint
 from thinfer.models.loader import load_model
-from thinfer.pruning import checkpoint as module
-from thinfer.pruning.checkpoint import carry_tokenizer, load_skeleton, load_torch, round_weights, save_folder
+from thinfer.pruning import saving as module
+from thinfer.pruning.checkpoint import load_skeleton, load_torch
+from thinfer.pruning.saving import round_weights, save_folder
+from thinfer.pruning.tokenizer_files import carry_tokenizer
 from thinfer.text.chat import stored_templates
 from thinfer.text.tokenizer import Tokenizer
 from tiny_llama import CHAT_TEMPLATE, write_tiny_llama

@@ -14,13 +14,14 @@ from thinfer.calibration.text import cut_windows
 from thinfer.data import evaluation_text
 from thinfer.errors import ArtifactError, ResourceError, UsageError
 from thinfer.formats.checkpoint import open_checkpoint
-from thinfer.pruning import checkpoint
 from thinfer.pruning import run as module
-from thinfer.pruning.checkpoint import load_torch, save_folder
+from thinfer.pruning import saving
+from thinfer.pruning.checkpoint import load_torch
 from thinfer.pruning.estimate import estimate
 from thinfer.pruning.quality import torch_perplexity
 from thinfer.pruning.recipe import make_recipe
 from thinfer.pruning.run import partial_folder, prune
+from thinfer.pruning.saving import save_folder
 from thinfer.pruning.verify import verify
 from tiny_llama import write_tiny_llama
 
@@ -172,7 +173,7 @@ def test_a_full_disk_keeps_the_blocks_and_the_same_run_ends_later(folder, tmp_pa
         raise SafetensorError("No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "_save_model", full)
+        patched.setattr(saving, "_save_model", full)
         with pytest.raises(ResourceError, match="out: cannot be written"):
             prune(recipe, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]

@@ -23,6 +23,19 @@ def test_sums_over_several_batches(width):
     torch.testing.assert_close(statistics.variance.double(), flat.var(0, correction=0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("needs", [{"mean"}, {"mean", "gram"}])
+def test_a_large_mean_does_not_spoil_the_variance(needs):
+    """In float32 the square of 1e5 has no digit left for a variance of 1."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(9, 50, 4, generator=generator) * torch.tensor([1.0, 0.1, 3.0, 0.0])
+    x = x + torch.tensor([1e5, -3e4, 0.0, 7e4]) + torch.arange(9.0)[:, None, None]
+    statistics = InputStatistics(4, frozenset(needs))
+    for batch in (x[:1], x[1:2, :3], x[1:2, 3:], x[:0], x[2:]):
+        statistics.add(batch)
+    expected = x.double().reshape(-1, 4).var(0, correction=0)
+    torch.testing.assert_close(statistics.variance.double(), expected, rtol=1e-3, atol=0)
+
+
 def test_without_gram_the_norms_are_the_same():
     x = torch.randn(11, 6, generator=torch.Generator().manual_seed(1))
     statistics = InputStatistics(6, frozenset({"norm"}))

@@ -51,10 +51,13 @@ class LearningCurve:
         self._points[step] = {"step": step, **values}
         unfinished = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         text = json.dumps({"key": self._key, "points": self.points}, indent=1) + "\n"
-        with writing(self._path):
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(text, encoding="utf-8")
-            unfinished.replace(self._path)
+        try:
+            with writing(self._path):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                unfinished.write_text(text, encoding="utf-8")
+                unfinished.replace(self._path)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def can_plot() -> bool:

@@ -3,7 +3,7 @@
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any, get_args
 
@@ -36,6 +36,7 @@ from thinfer.core.predictor import (
     selector_of,
 )
 from thinfer.core.profile import HOT_SHARE, hot_set
+from thinfer.core.whole import require_whole
 from thinfer.engine.llm import LLM
 from thinfer.engine.predictors import PredictedSets, Scorer
 from thinfer.engine.runtime import Engine
@@ -115,11 +116,8 @@ class PredictOptions:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, Real) and 0 < float(value) < 1):
                 raise UsageError(f"{name} must lie between 0 and 1, not {value!r:.60}")
-        positive = ("tokens", "held_out", "epochs", "batch", "quality_windows")
-        for name, least in (*((name, 1) for name in positive), ("seq_len", 8), ("seed", 0), ("sink_tokens", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-                raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r:.60}")
+        require_whole(self, tokens=1, held_out=1, epochs=1, batch=1, quality_windows=1)
+        require_whole(self, seq_len=8, seed=0, sink_tokens=0)
         if self.seq_len < self.sink_tokens + 2:
             raise UsageError(f"windows of {self.seq_len} tokens hold nothing past {self.sink_tokens} sinks; use more")
 

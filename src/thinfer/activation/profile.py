@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from thinfer.activation.scores import Float32, Site, block_sites
 from thinfer.calibration.text import TokenWindows, token_windows
 from thinfer.core.artifact import Artifact, base_for, require_writable
 from thinfer.core.profile import HOT_SHARE, OCTAVES, PROFILE_SECTION, UNION_SIZES, ActivationProfile, Float64
+from thinfer.core.whole import require_whole
 from thinfer.engine.batch import Batch
 from thinfer.engine.llm import LLM
 from thinfer.engine.runtime import Engine, Work
@@ -42,10 +42,7 @@ class ProfileOptions:
     sink_tokens: int = 4
 
     def __post_init__(self) -> None:
-        for name, least in (("tokens", 1), ("seq_len", 2), ("seed", 0), ("sink_tokens", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-                raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r:.60}")
+        require_whole(self, tokens=1, seq_len=2, seed=0, sink_tokens=0)
         if self.seq_len < self.sink_tokens + 2:
             raise UsageError(f"windows of {self.seq_len} tokens hold nothing past {self.sink_tokens} sinks; use more")
 

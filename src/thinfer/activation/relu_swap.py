@@ -21,11 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from thinfer.errors import UnsupportedError, UsageError
+from thinfer.models.hf_config import RELUFIED
 from thinfer.pruning.blocks import find_stack
 
 RELU = "relu"
-PREFIX = "relufied_"
-"""Of the model type of stage 2, before the type of the model that it was."""
 STAGE_2_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 _ACT_KEYS = ("hidden_act", "hidden_activation", "activation_function", "activation")
@@ -131,7 +130,7 @@ class ReluSwap:
         values = copy.deepcopy(self._model.config).to_diff_dict()
         kind = str(self._model.config.model_type)
         values |= {
-            "model_type": PREFIX + kind,
+            "model_type": RELUFIED + kind,
             "norm_act": RELU,
             "architectures": [f"Relufied{type(self._model).__name__}"],
         }
@@ -255,8 +254,8 @@ def read_relufied(folder: Path) -> Any:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    stage = 2 if str(values["model_type"]).startswith(PREFIX) else 1
-    kind = str(values.pop("model_type")).removeprefix(PREFIX)
+    stage = 2 if str(values["model_type"]).startswith(RELUFIED) else 1
+    kind = str(values.pop("model_type")).removeprefix(RELUFIED)
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedError(f"{folder}: transformers does not know the model type {kind}")
     config = transformers.AutoConfig.for_model(kind, **values)

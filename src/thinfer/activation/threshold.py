@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,6 +14,7 @@ from thinfer.calibration.observer import ScoreHistogram, ScoreObserver
 from thinfer.calibration.text import TokenWindows, token_windows
 from thinfer.core.artifact import Artifact, base_for, require_writable
 from thinfer.core.selector import SELECTOR_SECTION, ThresholdSelector
+from thinfer.core.whole import require_whole
 from thinfer.engine.llm import LLM
 from thinfer.engine.runtime import Engine, Work
 from thinfer.errors import UsageError
@@ -75,17 +76,7 @@ class CalibrationOptions:
             raise UsageError(f"max_ppl_increase must be above 0, such as 0.02 for 2 %, not {self.max_ppl_increase}")
         if self.depth_parts != 1 and self.allocation == "uniform" and self.max_ppl_increase is None:
             raise UsageError("depth_parts needs rates that are measured: allocation greedy, or max_ppl_increase")
-        for name, least in (
-            ("depth_parts", 1),
-            ("samples", 1),
-            ("held_out", 1),
-            ("seq_len", 2),
-            ("sink_tokens", 0),
-            ("seed", 0),
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-                raise UsageError(f"{name} must be a whole number of at least {least}, not {value!r:.60}")
+        require_whole(self, depth_parts=1, samples=1, held_out=1, seq_len=2, sink_tokens=0, seed=0)
 
 
 def calibrate(

@@ -1,15 +1,12 @@
 """The other end of a `Worker` for thinfer: ``python -m thinfer.bench.engine_worker``."""
 
 import contextlib
-import json
-import os
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from thinfer.bench.worker import peak_rss_bytes
+from thinfer.bench.worker import peak_rss_bytes, serve
 from thinfer.data import evaluation_text
 from thinfer.errors import ResourceError, ThinferError, UnsupportedError
 
@@ -31,7 +28,7 @@ def load(request: dict[str, Any]) -> tuple["LLM", dict[str, Any]]:
         )
     ids = llm.tokenizer.encode(evaluation_text(), add_special=False)
     facts = {
-        "backend": backend(llm),
+        "backend": backend(llm.engine),
         "threads": llm.engine.options.thread_count(),
         "notes": llm.engine.describe(),
         "tokens": list(islice(cycle(ids), request["text_tokens"])),
@@ -39,13 +36,13 @@ def load(request: dict[str, Any]) -> tuple["LLM", dict[str, Any]]:
     return llm, facts
 
 
-def backend(llm: "LLM") -> str:
+def backend(engine: "Engine") -> str:
     """What computes: ``cpu-avx2``, ``reference``."""
-    if llm.engine.executor.name != "cpu":
-        return llm.engine.executor.name
+    if engine.executor.name != "cpu":
+        return engine.executor.name
     from thinfer import _core
 
-    return f"cpu-{llm.engine.options.isa or _core.default_isa()}"
+    return f"cpu-{engine.options.isa or _core.default_isa()}"
 
 
 @contextlib.contextmanager
@@ -90,15 +87,24 @@ def prefill(engine: "Engine", tokens: Sequence[int]) -> dict[str, Any]:
     return _reply(engine, seconds)
 
 
-def decode(engine: "Engine", start: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
-    """An untimed prompt, then one timed step for each token, each with its logits."""
+def decode(
+    engine: "Engine",
+    start: Sequence[int],
+    tokens: Sequence[int],
+    before: Callable[[int], None] = lambda _: None,
+) -> dict[str, Any]:
+    """An untimed prompt, then one timed step for each token, each with its logits.
+
+    ``before`` gets a step's number, from 0, before the step; its time counts.
+    """
     from thinfer.engine.runtime import Work
 
     sequence = engine.new_sequence()
     engine.step([Work(sequence, start, logits="none")])
     engine.reset_usage()
     begin = time.perf_counter()
-    for token in tokens:
+    for number, token in enumerate(tokens):
+        before(number)
         engine.step([Work(sequence, [token], logits="last", sparse=True)])
     seconds = time.perf_counter() - begin
     engine.free(sequence)
@@ -168,23 +174,5 @@ class Server:
         return reply | {"operations": operations}
 
 
-def main() -> None:
-    """Answer until stdin ends."""
-    # Whatever prints on stdout must not get between the answers: they have a descriptor of their own.
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    server = Server()
-    with contextlib.suppress(KeyboardInterrupt):
-        for line in sys.stdin:
-            try:
-                reply = server.answer(json.loads(line))
-            except ThinferError as error:
-                reply = {"error": str(error), "exit_code": error.exit_code}
-            except Exception as error:
-                reply = {"error": f"{type(error).__name__}: {error}"}
-            replies.write(json.dumps(reply) + "\n")
-            replies.flush()
-
-
 if __name__ == "__main__":
-    main()
+    serve(Server().answer)

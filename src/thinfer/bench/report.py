@@ -22,14 +22,14 @@ def as_jsonl(rows: Sequence[Row]) -> str:
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """One line a row under a header; lists are JSON in their cell."""
+    """One line a row under a header; lists and objects are JSON in their cell."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     for row in rows:
         cells = (row.get(name) for name in names)
-        writer.writerow(json.dumps(cell) if isinstance(cell, list) else cell for cell in cells)
+        writer.writerow(json.dumps(cell) if isinstance(cell, list | dict) else cell for cell in cells)
     return text.getvalue().rstrip("\n")
 
 

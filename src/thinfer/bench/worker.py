@@ -2,10 +2,11 @@
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -113,6 +114,10 @@ class Worker:
         fields = ("step_seconds", "answers", "density", "bytes_per_token", "agreement")
         return StreamsSample(*(answer[name] for name in fields))
 
+    def prune(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """One pruning run, timed, by a process of `thinfer.bench.pruning_worker`; its row."""
+        return self._ask({"do": "prune", **settings})
+
     def rss_bytes(self) -> int:
         """Peak resident bytes of the process so far."""
         return int(self._ask({"do": "rss"})["rss_bytes"])
@@ -163,6 +168,23 @@ class Worker:
         self._talk.seek(0)
         lines = [line for line in self._talk.read().splitlines() if line.strip()]
         return "".join(f"\n  {line}" for line in lines[-8:])
+
+
+def serve(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Be the process of a `Worker`: answer its requests until stdin ends."""
+    # Whatever prints on stdout must not get between the answers: they have a descriptor of their own.
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in sys.stdin:
+            try:
+                reply = answer(json.loads(line))
+            except ThinferError as error:
+                reply = {"error": str(error), "exit_code": error.exit_code}
+            except Exception as error:
+                reply = {"error": f"{type(error).__name__}: {error}"}
+            replies.write(json.dumps(reply) + "\n")
+            replies.flush()
 
 
 def peak_rss_bytes() -> int:

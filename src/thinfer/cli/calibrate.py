@@ -11,9 +11,6 @@ import typer
 from thinfer.cli import options as opt
 from thinfer.errors import UsageError
 
-# Calibration observes dense runs on windows of its own length, and counts what columns can skip.
-_CHOSEN_HERE = ("max_model_len", "sparsity", "layout")
-
 
 class Method(StrEnum):
     """How a channel is scored."""
@@ -29,14 +26,11 @@ class Allocation(StrEnum):
     greedy = "greedy"
 
 
-@opt.with_engine_options(without=_CHOSEN_HERE)
+@opt.with_places("calibrate", what="Folder to write; it points to MODEL.", shown="<path>")
+@opt.with_observing_options()
 def calibrate(
     *,
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Instead of -m.")] = None,
-    model: opt.Model = None,
-    out: Annotated[
-        str | None, typer.Option("--out", "-o", metavar="<path>", help="Folder to write; it points to MODEL.")
-    ] = None,
+    places: opt.Places,
     method: Annotated[
         Method, typer.Option("--method", help="teal scores |x|; wina |x| times the norm of the channel's weights.")
     ] = Method.teal,
@@ -68,26 +62,18 @@ def calibrate(
     Writes thinfer.json and thinfer.safetensors, tied to the weights by hash; stdout has the report as JSON. Then
     `thinfer run -m DIR` skips at decode; --sparsity 0 there runs dense.
     """
-    reference, rest = opt.one_model(model, arguments or [], "calibrate")
-    if rest:
-        raise UsageError(f"unexpected argument {rest[0]!r}")
-    if out is None:
-        raise UsageError("where to write? -o DIR")
-    opt.named(out, "-o")
     if (sparsity is None) == (max_ppl_increase is None):
         raise UsageError("give one of --sparsity 0.4 and --max-ppl-increase 2%")
     if sparsity is not None and not 0 <= sparsity < 1:
         raise UsageError(f"--sparsity {sparsity:g}: the fraction that is skipped, from 0 to below 1")
     budget = fraction(max_ppl_increase) if max_ppl_increase is not None else None
 
-    engine = {name: value for name, value in engine.items() if name not in _CHOSEN_HERE}
-
     from thinfer.activation.threshold import calibrate as make
 
     with opt.status() as progress:
         report = make(
-            reference,
-            out,
+            places.model,
+            places.out,
             progress=progress,
             method=method.value,
             sparsity=sparsity,
@@ -102,7 +88,7 @@ def calibrate(
         )
     sys.stdout.write(json.dumps(report, indent=2) + "\n")
     if not quiet:
-        opt.say([f"wrote {out}; run it with: thinfer run -m {out}"])
+        opt.say([f"wrote {places.out}; run it with: thinfer run -m {places.out}"])
 
 
 def fraction(text: str) -> float:

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from thinfer.cli import options as opt
-from thinfer.errors import UsageError
 
 
 class Type(StrEnum):
@@ -21,10 +20,10 @@ class Type(StrEnum):
     q4_0 = "q4_0"
 
 
+@opt.with_places("export", metavar="FILE.gguf", what="File to write.")
 def export(
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Instead of -m.")] = None,
-    model: opt.Model = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE.gguf", help="File to write.")] = None,
+    *,
+    places: opt.Places,
     kind: Annotated[Type, typer.Option("--type", help="Type of the matrices; vectors stay f32.")] = Type.f16,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -33,15 +32,15 @@ def export(
     Zeros stay zeros in all four types; stdout has the report as JSON, which counts them for every tensor. Layers must
     have one width, since the readers of such files size all layers alike.
     """
-    reference, rest = opt.one_model(model, arguments or [], "export")
-    if rest:
-        raise UsageError(f"unexpected argument {rest[0]!r}; the file to write is given with -o FILE.gguf")
-    if out is None:
-        raise UsageError("where to write? -o FILE.gguf")
     from thinfer.export.gguf import export_gguf
 
     with opt.status() as progress:
-        report = export_gguf(reference, out, kind.value, progress=progress)
+        report = export_gguf(places.model, Path(places.out), kind.value, progress=progress)
     sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
     if not quiet:
-        opt.say([*(f"note: {note}" for note in report.notes), f"wrote {out}; run it with: thinfer run -m {out}"])
+        opt.say(
+            [
+                *(f"note: {note}" for note in report.notes),
+                f"wrote {places.out}; run it with: thinfer run -m {places.out}",
+            ]
+        )

@@ -12,6 +12,7 @@ from thinfer.cli import (
     bench,
     bench_batch,
     bench_ffn,
+    bench_prune,
     bench_serve,
     calibrate,
     contextual,
@@ -102,6 +103,7 @@ app.add_typer(bench.app, name="bench")
 bench.app.command("batch")(bench_batch.batch)
 bench.app.command("serve")(bench_serve.serve)
 bench.app.command("ffn")(bench_ffn.ffn)
+bench.app.command("prune")(bench_prune.prune)
 app.add_typer(evaluate.app, name="eval")
 evaluate.app.command("tasks")(eval_tasks.tasks)
 app.command("calibrate")(calibrate.calibrate)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import wraps
 from inspect import Parameter, signature
@@ -183,37 +184,113 @@ def engine_options(
 Command = Callable[..., None]
 
 
+def with_options(place: str, shown: Sequence[Parameter], make: Callable[..., Any]) -> Callable[[Command], Command]:
+    """Decorate a verb: instead of its parameter ``place`` it shows others, and receives what ``make`` makes of them.
+
+    Args:
+        place: a parameter of the verb.
+        shown: keyword parameters with typer's annotations.
+        make: takes them by name.
+
+    Example:
+        >>> @with_options("engine", list(signature(engine_options).parameters.values()), engine_options)
+        ... def verb(*, model: str, engine: dict[str, Any], quiet: bool = False) -> None: ...
+        >>> list(signature(verb).parameters)[:3]
+        ['model', 'threads', 'weights']
+    """
+
+    def decorate(command: Command) -> Command:
+        own = signature(command)
+        parameters: list[Parameter] = []
+        for parameter in own.parameters.values():
+            parameters += shown if parameter.name == place else [parameter]
+
+        @wraps(command)
+        def verb(**given: Any) -> None:
+            made = make(**{option.name: given.pop(option.name) for option in shown})
+            command(**given, **{place: made})
+
+        # What typer reads: names and order from the first, types from the second.
+        vars(verb)["__signature__"] = own.replace(parameters=parameters)
+        verb.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return verb
+
+    return decorate
+
+
 def with_engine_options(*, without: Collection[str] = ()) -> Callable[[Command], Command]:
     """Decorate a verb: in place of its parameter ``engine`` it shows the options of `engine_options`.
 
     The verb receives the result of `engine_options` as ``engine``. Options in ``without`` it does not show; they keep
     their defaults.
+    """
+    return with_options("engine", _engine_parameters(without), engine_options)
+
+
+_OBSERVED = ("max_model_len", "sparsity", "layout")
+
+
+def with_observing_options() -> Callable[[Command], Command]:
+    """The same for verbs that observe dense runs on windows of their own length, and so choose what is not shown."""
+
+    def make(**given: Any) -> dict[str, Any]:
+        return {name: value for name, value in engine_options(**given).items() if name not in _OBSERVED}
+
+    return with_options("engine", _engine_parameters(_OBSERVED), make)
+
+
+def _engine_parameters(without: Collection[str]) -> list[Parameter]:
+    return [option for option in signature(engine_options).parameters.values() if option.name not in without]
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What a verb reads and what it writes.
+
+    Attributes:
+        model: as the user named it.
+        out: folder or file to write.
+    """
+
+    model: str
+    out: str
+
+
+def with_places(
+    verb: str, *, metavar: str = "DIR", source: str = "MODEL", what: str = "Folder to write.", shown: str | None = None
+) -> Callable[[Command], Command]:
+    """Decorate a verb: in place of its parameter ``places`` it shows MODEL, -m and -o, and receives them as `Places`.
+
+    Args:
+        verb: its name on the command line.
+        metavar: what messages call the place to write.
+        source: what the help calls the model.
+        what: help of -o.
+        shown: what the help calls the place to write; None: ``metavar``.
 
     Example:
-        >>> @with_engine_options(without=("layout",))
-        ... def verb(*, model: str, engine: dict[str, Any], quiet: bool = False) -> None: ...
-        >>> list(signature(verb).parameters)[:3]
-        ['model', 'threads', 'weights']
+        >>> @with_places("export", metavar="FILE.gguf")
+        ... def export(*, places: Places, quiet: bool = False) -> None: ...
+        >>> list(signature(export).parameters)
+        ['arguments', 'model', 'out', 'quiet']
     """
-    shared = [option for option in signature(engine_options).parameters.values() if option.name not in without]
+    help_of_source = "Instead of -m." if source == "MODEL" else "The pruned model; instead of -m."
+    arguments = Annotated[list[str] | None, typer.Argument(metavar=source, help=help_of_source)]
+    out = Annotated[str | None, typer.Option("--out", "-o", metavar=shown or metavar, help=what)]
 
-    def decorate(command: Command) -> Command:
-        own = signature(command)
-        shown: list[Parameter] = []
-        for parameter in own.parameters.values():
-            shown += shared if parameter.name == "engine" else [parameter]
+    def make(arguments: list[str] | None, model: str | None, out: str | None) -> Places:
+        reference, rest = one_model(model, arguments or [], verb)
+        if rest:
+            raise UsageError(f"unexpected argument {rest[0]!r}; what to write is given with -o {metavar}")
+        if out is None:
+            raise UsageError(f"where to write? -o {metavar}")
+        return Places(reference, named(out, "-o"))
 
-        @wraps(command)
-        def verb(**given: Any) -> None:
-            options = engine_options(**{option.name: given.pop(option.name) for option in shared})
-            command(**given, engine=options)
-
-        # What typer reads: names and order from the first, types from the second.
-        vars(verb)["__signature__"] = own.replace(parameters=shown)
-        verb.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
-        return verb
-
-    return decorate
+    parameters = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in (("arguments", arguments), ("model", Model), ("out", out))
+    ]
+    return with_options("places", parameters, make)
 
 
 def template_text(chat_template: str | None) -> str | None:

@@ -13,9 +13,6 @@ from thinfer.errors import UsageError
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True, help="Predict active neurons and heads.")
 
-# Recording runs dense on windows of its own length.
-_CHOSEN_HERE = ("max_model_len", "sparsity", "layout")
-
 
 class Kind(StrEnum):
     """Form of the predictors."""
@@ -30,14 +27,11 @@ def predict() -> None:
 
 
 @app.command("train")
-@opt.with_engine_options(without=_CHOSEN_HERE)
+@opt.with_places("predict train", what="Folder to write; it points to MODEL.", shown="<path>")
+@opt.with_observing_options()
 def train(
     *,
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Instead of -m.")] = None,
-    model: opt.Model = None,
-    out: Annotated[
-        str | None, typer.Option("--out", "-o", metavar="<path>", help="Folder to write; it points to MODEL.")
-    ] = None,
+    places: opt.Places,
     targets: Annotated[
         str, typer.Option("--targets", metavar="LIST", help="What is predicted: neurons, heads.")
     ] = "neurons",
@@ -85,13 +79,6 @@ def train(
     predictor counts only with a recall of at least 0.95 at 1.5 times the true density at most; others are stored and
     not used.
     """
-    reference, rest = opt.one_model(model, arguments or [], "predict train")
-    if rest:
-        raise UsageError(f"unexpected argument {rest[0]!r}")
-    if out is None:
-        raise UsageError("where to write? -o DIR")
-    opt.named(out, "-o")
-    engine = {name: value for name, value in engine.items() if name not in _CHOSEN_HERE}
     from thinfer.activation.predictor_training import require_training
 
     require_training(device)
@@ -103,8 +90,8 @@ def train(
 
     with opt.status() as progress:
         report = train_predictors(
-            reference,
-            out,
+            places.model,
+            places.out,
             text=text,
             progress=progress,
             targets=tuple(part.strip() for part in targets.split(",")),
@@ -128,7 +115,7 @@ def train(
         )
     sys.stdout.write(json.dumps(report, indent=2) + "\n")
     if not quiet:
-        opt.say([*_table(report), f"wrote {out}"])
+        opt.say([*_table(report), f"wrote {places.out}"])
 
 
 def numbers(text: str) -> list[int]:

@@ -8,20 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from thinfer.cli import options as opt
-from thinfer.errors import UsageError
-
-# Windows have a length of their own, and what is observed is the dense model.
-_CHOSEN_HERE = ("max_model_len", "sparsity", "layout")
 
 
-@opt.with_engine_options(without=_CHOSEN_HERE)
+@opt.with_places("profile", what="Folder to write; it points to MODEL.", shown="<path>")
+@opt.with_observing_options()
 def profile(
     *,
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Instead of -m.")] = None,
-    model: opt.Model = None,
-    out: Annotated[
-        str | None, typer.Option("--out", "-o", metavar="<path>", help="Folder to write; it points to MODEL.")
-    ] = None,
+    places: opt.Places,
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -42,14 +35,6 @@ def profile(
     zeros by layer, the share of neurons that makes 80 % of the activations, reuse from token to token, how the sets of
     a batch unite, overlap between texts.
     """
-    reference, rest = opt.one_model(model, arguments or [], "profile")
-    if rest:
-        raise UsageError(f"unexpected argument {rest[0]!r}")
-    if out is None:
-        raise UsageError("where to write? -o DIR")
-    opt.named(out, "-o")
-    engine = {name: value for name, value in engine.items() if name not in _CHOSEN_HERE}
-
     from thinfer.activation.profile import profile as make
     from thinfer.activation.profile_plot import plot_profile, require_plots
 
@@ -57,9 +42,16 @@ def profile(
         require_plots()
     with opt.status() as progress:
         found, report = make(
-            reference, out, texts=text or (), progress=progress, tokens=tokens, seq_len=seq_len, seed=seed, **engine
+            places.model,
+            places.out,
+            texts=text or (),
+            progress=progress,
+            tokens=tokens,
+            seq_len=seq_len,
+            seed=seed,
+            **engine,
         )
-    pictures = plot_profile(found, out, Path(reference).name) if plot else []
+    pictures = plot_profile(found, places.out, Path(places.model).name) if plot else []
     sys.stdout.write(json.dumps(report, indent=2) + "\n")
     if not quiet:
         share = report["neurons_for_80"]["count"]["model"]
@@ -67,6 +59,6 @@ def profile(
             [
                 f"{report['exact_zeros']:.1%} of the activations are exactly zero; {share:.1%} of the neurons make "
                 "80 % of those that are not",
-                f"wrote {out}" + (f" with {', '.join(path.name for path in pictures)}" if pictures else ""),
+                f"wrote {places.out}" + (f" with {', '.join(path.name for path in pictures)}" if pictures else ""),
             ]
         )

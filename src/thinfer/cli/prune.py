@@ -6,8 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -18,8 +17,6 @@ from typer.core import TyperGroup
 from thinfer.cli import options as opt
 from thinfer.errors import CheckFailed, UsageError
 from thinfer.pruning.recipe import Help, Recipe, make_recipe, parse_options
-
-Command = Callable[..., None]
 
 
 class PruneGroup(TyperGroup):
@@ -70,34 +67,24 @@ def _flag(row: "dataclasses.Field[Any]", annotated: Any) -> Parameter:
     return Parameter(row.name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
 
 
-def with_recipe_options(command: Command) -> Command:
+def with_recipe_options() -> Callable[[opt.Command], opt.Command]:
     """Decorate a verb: in place of its parameter ``given`` it shows a flag for every row of the recipe table.
 
     The verb receives the rows that were given as ``given``, by name.
     """
     hints = get_type_hints(Recipe, include_extras=True)
-    rows = [_flag(row, hints[row.name]) for row in dataclasses.fields(Recipe)]
-    own = signature(command)
-    shown: list[Parameter] = []
-    for parameter in own.parameters.values():
-        shown += rows if parameter.name == "given" else [parameter]
 
-    @wraps(command)
-    def verb(**values: Any) -> None:
-        given = {row.name: values.pop(row.name) for row in rows}
+    def make(**given: Any) -> dict[str, Any]:
         if given["set"]:
             given["set"] = parse_options(given["set"])
         # A repeated option that was not given may be an empty list instead of None.
-        command(**values, given={name: value for name, value in given.items() if value is not None and value != []})
+        return {name: value for name, value in given.items() if value is not None and value != []}
 
-    # What typer reads: names and order from the first, types from the second.
-    vars(verb)["__signature__"] = own.replace(parameters=shown)
-    verb.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
-    return verb
+    return opt.with_options("given", [_flag(row, hints[row.name]) for row in dataclasses.fields(Recipe)], make)
 
 
 @app.command(_PRUNE, hidden=True)
-@with_recipe_options
+@with_recipe_options()
 def prune(
     *,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Instead of -m.")] = None,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol
 
+from thinfer.core.whole import is_whole
 from thinfer.errors import UsageError
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class SamplingParams:
                 raise UsageError(f"{name} must be a number, not {getattr(self, name)!r:.60}")
         checks = (
             ("temperature", 0 <= self.temperature < math.inf, "0 or more"),
-            ("top_k", _whole(self.top_k) and self.top_k >= 0, "0 (off) or a whole number above"),
+            ("top_k", is_whole(self.top_k) and self.top_k >= 0, "0 (off) or a whole number above"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("repetition_penalty", 1e-6 <= self.repetition_penalty <= 1e6, "between 1e-6 and 1e6"),
@@ -100,19 +101,21 @@ class SamplingParams:
             ("stop", all(isinstance(text, str) and text for text in stop), "made of strings that are not empty"),
             (
                 "seed",
-                self.seed is None or (_whole(self.seed) and 0 <= self.seed < 2**64),
+                self.seed is None or (is_whole(self.seed) and 0 <= self.seed < 2**64),
                 "a whole number between 0 and 2**64 - 1",
             ),
-            ("max_tokens", _whole(self.max_tokens) and self.max_tokens >= 1, "a whole number of 1 or more"),
+            ("max_tokens", is_whole(self.max_tokens) and self.max_tokens >= 1, "a whole number of 1 or more"),
             (
                 "min_tokens",
-                _whole(self.min_tokens) and _whole(self.max_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+                is_whole(self.min_tokens) and is_whole(self.max_tokens) and 0 <= self.min_tokens <= self.max_tokens,
                 "between 0 and max_tokens",
             ),
-            ("stop_token_ids", all(_whole(token) and token >= 0 for token in ids), "made of token ids"),
+            ("stop_token_ids", all(is_whole(token) and token >= 0 for token in ids), "made of token ids"),
             (
                 "logit_bias",
-                all(_whole(t) and t >= 0 and isinstance(v, Real) and -100 <= float(v) <= 100 for t, v in bias.items()),
+                all(
+                    is_whole(t) and t >= 0 and isinstance(v, Real) and -100 <= float(v) <= 100 for t, v in bias.items()
+                ),
                 "made of token ids with numbers between -100 and 100",
             ),
             ("logprobs", _top_count(self.logprobs), f"None or a whole number from 0 to {MAX_LOGPROBS}"),
@@ -126,9 +129,5 @@ class SamplingParams:
             raise UsageError("ignore_eos excludes allowed: a constrained text ends by its end token; drop one of them")
 
 
-def _whole(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
 def _top_count(value: Any) -> bool:
-    return value is None or (_whole(value) and 0 <= value <= MAX_LOGPROBS)
+    return value is None or (is_whole(value) and 0 <= value <= MAX_LOGPROBS)

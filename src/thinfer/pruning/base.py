@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from thinfer.pruning.statistics import InputStatistics
 
 Need = Literal["norm", "mean", "gram"]
-"""What is recorded of a matrix's inputs x[t, i]: Σ_t x², Σ_t x, Σ_t x xᵀ; each implies those before it."""
+"""What is recorded of a matrix's inputs x[t, i]: Σ_t x², Σ_t x and the variance, Σ_t x xᵀ.
+
+Each implies the sums before it.
+"""
 
 
 @dataclass(frozen=True, slots=True)

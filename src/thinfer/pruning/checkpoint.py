@@ -1,13 +1,8 @@
-"""A stored model as a transformers model, and a transformers model as a folder that loads anywhere."""
+"""A stored model as a transformers model."""
 
 from __future__ import annotations
 
 import contextlib
-import glob
-import json
-import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,12 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinfer.errors import CheckFailed, CheckpointError, ThinferError, UnsupportedError, UsageError
+from thinfer.errors import CheckpointError, ThinferError, UnsupportedError, UsageError
 from thinfer.formats.checkpoint import Checkpoint, open_checkpoint
 from thinfer.formats.compressed_tensors import CompressedCheckpoint
-from thinfer.pruning.writing import writing
-from thinfer.text.chat import stored_templates
-from thinfer.text.gguf_tokenizer import build_tokenizer
+from thinfer.models.gguf_config import SPARSE_LLAMA
+from thinfer.pruning.known import require_known
+from thinfer.pruning.transformers_setup import forget_storage, quiet_transformers
 from thinfer.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -28,27 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-SHARD_SIZE = "5GB"
 
 _STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_CARRIED = (
-    "tokenizer*.json",
-    "tokenizer.model",
-    "*.spm",
-    "spiece.model",
-    "sentencepiece*.model",
-    "*.tiktoken",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template*",
-    "additional_chat_templates/*.jinja",
-    "preprocessor_config.json",
-    "generation_config.json",
-    "LICENSE*",
-)
 
 
 @dataclass(frozen=True)
@@ -118,7 +94,8 @@ def load_torch(ref: str | Path, *, dtype: str = "auto", device: str = "cpu") -> 
     Raises:
         UsageError: PyTorch is missing, or an unknown dtype.
         CheckpointError: the model is missing, corrupt or incomplete.
-        UnsupportedError: not a decoder that transformers knows, or weights quantised in a way it cannot undo.
+        UnsupportedError: not a decoder that transformers knows, though thinfer may run it, or weights
+            quantised in a way it cannot undo.
 
     Example:
         >>> load_torch("model.gguf").model.num_parameters()  # doctest: +SKIP
@@ -126,7 +103,7 @@ def load_torch(ref: str | Path, *, dtype: str = "auto", device: str = "cpu") -> 
     """
     checkpoint, save_dtype, memory_dtype, notes = _open(ref, dtype, device)
     load = _load_gguf if checkpoint.kind == "gguf" else _load_folder
-    with _quiet_transformers():
+    with quiet_transformers():
         model = load(checkpoint, memory_dtype)
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{ref}: an encoder-decoder; decoders can be pruned")
@@ -140,109 +117,10 @@ def load_skeleton(ref: str | Path, *, dtype: str = "auto", device: str = "cpu") 
     from transformers import AutoModelForCausalLM
 
     checkpoint, save_dtype, memory_dtype, notes = _open(ref, dtype, device)
-    with _quiet_transformers(), _loading(checkpoint.path), torch.device("meta"):
+    with quiet_transformers(), _loading(checkpoint.path), torch.device("meta"):
         make: Any = AutoModelForCausalLM
         model = make.from_config(_config(checkpoint), dtype=memory_dtype)
     return LoadedModel(model, checkpoint, str(ref), save_dtype, notes)
-
-
-def save_folder(
-    model: PreTrainedModel,
-    out: str | Path,
-    *,
-    source: Checkpoint | None = None,
-    files: Mapping[str, str | bytes] | None = None,
-    dtype: str | None = None,
-) -> None:
-    """Write an ordinary Hugging Face folder: dense safetensors, configuration, tokenizer and chat template.
-
-    The folder appears whole, by a rename, or not at all. Shared weights stay shared.
-
-    Args:
-        model: what to save.
-        out: the folder; it must not exist yet, or be empty.
-        source: where tokenizer, chat template and generation settings are taken from.
-        files: further files by name, such as README.md.
-        dtype: precision of the saved weights ("float32", "bfloat16", "float16"); None: as they are. The weights of
-            `model` itself are rounded to it, so that it and the folder are equal.
-
-    Raises:
-        UsageError: the folder exists, or cannot be made.
-        ResourceError: the disk is full.
-
-    Example:
-        >>> save_folder(loaded.model, "pruned", source=loaded.checkpoint)  # doctest: +SKIP
-    """
-    target = require_new_folder(out)
-    with writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for abandoned in target.parent.glob(f".{glob.escape(target.name)}.saving-*"):
-            shutil.rmtree(abandoned, ignore_errors=True)  # of a run that was killed
-        partial = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.saving-"))
-        try:
-            _fill(partial, model, source, files or {}, dtype)
-            os.replace(partial, target)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-
-
-def round_weights(model: PreTrainedModel, dtype: str) -> None:
-    """Round the weights to a precision, in place and in the type they have: as they will be saved.
-
-    Raises:
-        CheckFailed: a weight is too large for it, or is not finite.
-    """
-    import torch
-
-    for name, value in model.named_parameters():
-        if value.is_floating_point():
-            value.data.copy_(value.data.to(getattr(torch, dtype)))
-            if not torch.isfinite(value.data).all():
-                raise CheckFailed(f"{name} has a weight that {dtype} cannot hold; save with --save-dtype float32")
-
-
-def require_new_folder(out: str | Path) -> Path:
-    """The path, if a folder can appear there; UsageError says what is in the way. Asked before the work is done."""
-    path = Path(out).expanduser().absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"{out}: exists already; choose another -o, or delete it first")
-    nearest = next(place for place in path.parents if place.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise UsageError(f"{nearest}: no folder, or no permission to write there; choose another -o")
-    return path
-
-
-def carry_tokenizer(source: Checkpoint, folder: Path) -> None:
-    """Put the tokenizer, the chat template and the generation settings of a checkpoint into a folder."""
-    if source.kind == "hf":
-        for pattern in _CARRIED:
-            for file in source.path.glob(pattern):
-                place = folder / file.relative_to(source.path)
-                place.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, place)
-        return
-    built = build_tokenizer(source.metadata, str(source.path))
-    frame = _frame(built.backend, built.bos_id if built.add_bos else None, built.eos_ids[0] if built.add_eos else None)
-    if frame is not None:
-        built.backend.post_processor = frame
-    built.backend.save(str(folder / "tokenizer.json"))
-    templates = stored_templates(source)
-    config: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        "add_bos_token": built.add_bos,
-        "add_eos_token": built.add_eos,
-        **built.named,
-    }
-    if templates.keys() == {"default"}:
-        config["chat_template"] = templates["default"]
-    elif templates:
-        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
-    _write_json(folder / "tokenizer_config.json", config)
-    ends = list(built.eos_ids)
-    ids = {"bos_token_id": built.bos_id, "eos_token_id": ends[0] if len(ends) == 1 else ends or None}
-    _write_json(folder / "generation_config.json", {name: value for name, value in ids.items() if value is not None})
 
 
 def _open(ref: str | Path, dtype: str, device: str) -> tuple[Checkpoint, str, torch.dtype, tuple[str, ...]]:
@@ -253,6 +131,7 @@ def _open(ref: str | Path, dtype: str, device: str) -> tuple[Checkpoint, str, to
     import torch
 
     checkpoint = open_checkpoint(ref)
+    require_known(checkpoint)
     stored = Counter[str]()
     for info in checkpoint.tensors.values():
         stored[info.type] += info.nbytes
@@ -284,20 +163,13 @@ def _config(checkpoint: Checkpoint) -> Any:
         config = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
     else:
         config = AutoConfig.from_pretrained(str(checkpoint.path), local_files_only=True)
-    _forget_storage(config)
+    forget_storage(config)
     return config
-
-
-def _forget_storage(config: Any) -> None:
-    """Take out what a configuration says on compressed weights: in memory, and as saved, they are plain and dense."""
-    for name in ("quantization_config", "compression_config", "sparsity_config"):
-        if hasattr(config, name):
-            delattr(config, name)
 
 
 def _is_known(checkpoint: Checkpoint) -> bool:
     """Whether thinfer itself turns a GGUF file of this architecture into a model of transformers."""
-    return checkpoint.metadata.get("general.architecture") in ("llama", "qwen2", "qwen3")
+    return checkpoint.metadata.get("general.architecture") in ("llama", "qwen2", "qwen3", SPARSE_LLAMA)
 
 
 def _load_folder(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
@@ -326,7 +198,7 @@ def _load_gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> PreTrainedModel:
         return _from_pretrained(checkpoint, None, config=config, state_dict=weights, dtype=dtype)
     folder, name = str(checkpoint.path.parent), checkpoint.path.name
     model = _from_pretrained(checkpoint, folder, gguf_file=name, dtype=dtype, local_files_only=True)
-    _forget_storage(model.config)
+    forget_storage(model.config)
     return model
 
 
@@ -347,90 +219,6 @@ def _from_pretrained(checkpoint: Checkpoint, path: str | None, **options: Any) -
         raise CheckpointError(f"{where}: {len(missing)} tensors are missing: {shown}; fetch the model again")
     loaded: PreTrainedModel = model
     return loaded
-
-
-def _fill(
-    folder: Path,
-    model: PreTrainedModel,
-    source: Checkpoint | None,
-    files: Mapping[str, str | bytes],
-    dtype: str | None,
-) -> None:
-    with _quiet_transformers(), _stored_as(model, dtype):
-        _save_model(model, folder)
-    if source is not None:
-        carry_tokenizer(source, folder)
-    for name, text in files.items():
-        (folder / name).write_bytes(text.encode() if isinstance(text, str) else text)
-    umask = os.umask(0)
-    os.umask(umask)
-    # A temporary folder and the files of safetensors are private; the result is as readable as any other.
-    for path in (folder, *folder.rglob("*")):
-        path.chmod((0o777 if path.is_dir() else 0o666) & ~umask)
-        if path.is_file():
-            _flush(path)
-
-
-def _save_model(model: PreTrainedModel, folder: Path) -> None:
-    import transformers
-
-    _forget_storage(model.config)
-    make: Any = transformers.GenerationConfig
-    # Settings that transformers finds contradictory cannot be saved; the checkpoint's own file is carried along.
-    generation, model.generation_config = model.generation_config, make()
-    try:
-        model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
-    finally:
-        model.generation_config = generation
-    (folder / "generation_config.json").unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _stored_as(model: PreTrainedModel, dtype: str | None) -> Iterator[None]:
-    """The floating parameters in another precision, each still the same object, so that ties stay."""
-    import torch
-
-    if dtype is None:
-        yield
-        return
-    kept = {name: value.dtype for name, value in model.named_parameters() if value.is_floating_point()}
-    values = dict(model.named_parameters())
-    for name in kept:
-        values[name].data = values[name].data.to(getattr(torch, dtype))
-    try:
-        yield
-    finally:
-        for name, original in kept.items():
-            values[name].data = values[name].data.to(original)
-
-
-def _frame(backend: Any, bos_id: int | None, eos_id: int | None) -> Any:
-    """A post-processor that puts BOS and EOS around a text."""
-    from tokenizers.processors import TemplateProcessing
-
-    ends = {place: (backend.id_to_token(i), i) for place, i in (("bos", bos_id), ("eos", eos_id)) if i is not None}
-    if not ends:
-        return None
-
-    def frame(body: str, kind: int) -> str:
-        before = f"{ends['bos'][0]}:{kind} " if "bos" in ends else ""
-        after = f" {ends['eos'][0]}:{kind}" if "eos" in ends else ""
-        return f"{before}{body}:{kind}{after}"
-
-    return TemplateProcessing(
-        single=frame("$A", 0),
-        pair=f"{frame('$A', 0)} {frame('$B', 1)}",
-        special_tokens=list(dict.fromkeys(ends.values())),
-    )
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -456,20 +244,3 @@ def _loading(where: Path) -> Iterator[None]:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Without transformers' bars and hints; what matters is an exception or a note."""
-    import transformers.utils
-
-    logging: Any = transformers.utils.logging
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

@@ -109,7 +109,7 @@ def _measure(recipe: Recipe, model: PreTrainedModel, seqlen: int) -> _Sample:
     """Prune one block of the model's shape; structured methods are measured by what a plain method runs."""
     from thinfer.pruning.base import make
 
-    config = _one_block(model.config)
+    config = one_block(model.config)
     small: Any = type(model)(config)
     small.to(model.dtype)
     small.train(False)
@@ -153,7 +153,7 @@ def _measure(recipe: Recipe, model: PreTrainedModel, seqlen: int) -> _Sample:
     return _Sample(seconds, ids.numel(), max(0, peak - before - hidden), weights)
 
 
-def _one_block(config: Any) -> Any:
+def one_block(config: Any) -> Any:
     """The configuration with one block and few tokens in its vocabulary."""
     config = copy.deepcopy(config)
     layers = config.num_hidden_layers

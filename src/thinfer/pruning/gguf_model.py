@@ -15,7 +15,7 @@ import torch
 from thinfer.core.config import ModelConfig
 from thinfer.errors import UnsupportedError
 from thinfer.formats.checkpoint import Checkpoint
-from thinfer.models.gguf_config import Keys
+from thinfer.models.gguf_config import SPARSE_LLAMA, Keys
 from thinfer.models.loader import Model, load_model
 from thinfer.models.rope import make_rope
 
@@ -50,12 +50,13 @@ def _config(model: Model) -> PretrainedConfig:
     from transformers import AutoConfig
 
     config, keys = model.config, Keys(model.checkpoint)
-    if config.model_type == "llama" and (config.attention_bias != config.output_bias):
+    model_type = "llama" if config.model_type == SPARSE_LLAMA else config.model_type
+    if model_type == "llama" and (config.attention_bias != config.output_bias):
         raise UnsupportedError(
             f"{model.checkpoint.path}: a llama with biases on q, k and v only has no equal to be saved as"
         )
     # GGUF files of Mistral say that they are llamas; the window tells them apart.
-    model_type = "mistral" if config.model_type == "llama" and config.sliding_window else config.model_type
+    model_type = "mistral" if model_type == "llama" and config.sliding_window else model_type
     fields = {
         name: getattr(config, name)
         for name in (

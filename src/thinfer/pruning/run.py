@@ -17,19 +17,13 @@ from torch import Tensor, nn
 from thinfer.calibration.text import TokenWindows, cut_windows, read_documents, read_text, token_windows
 from thinfer.errors import CheckFailed, ResourceError, ThinferError, UsageError
 from thinfer.pruning.blocks import Stack, find_stack
-from thinfer.pruning.checkpoint import (
-    LoadedModel,
-    load_torch,
-    require_device,
-    require_new_folder,
-    round_weights,
-    save_folder,
-)
+from thinfer.pruning.checkpoint import LoadedModel, load_torch, require_device
 from thinfer.pruning.phases import Phases
 from thinfer.pruning.pipeline import check_rates, prune_model
 from thinfer.pruning.quality import Quality, torch_perplexity
 from thinfer.pruning.recipe import DEFAULT_SAMPLES, Recipe, select_matrices
 from thinfer.pruning.report import model_card, new_report, quality_notes, sensitivity_plot, speed_facts
+from thinfer.pruning.saving import require_new_folder, round_weights, save_folder
 from thinfer.pruning.verify import REPORT_FILE
 from thinfer.pruning.view import DenseView
 from thinfer.pruning.writing import exclusive, writing

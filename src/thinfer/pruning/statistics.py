@@ -42,11 +42,17 @@ class InputStatistics:
         self._gram = torch.zeros(inputs, inputs, device=device) if "gram" in needs else None
         self._mirrored = True
         self._mean = bool(needs & {"mean", "gram"})
+        # Σ_t (x − mean)² by Chan's update: the difference of two large sums has no correct digit where a mean is large.
+        # Small vectors, so in float64.
+        self._spread = torch.zeros(inputs, device=device, dtype=torch.float64) if "mean" in needs else None
+        self._centre = torch.zeros(inputs, device=device, dtype=torch.float64)
         self._derived: dict[str, Any] = {}
 
     def add(self, x: Tensor) -> None:
         """Count inputs [..., inputs]."""
         x = x.detach().reshape(-1, x.shape[-1]).float()
+        if self._spread is not None and len(x):
+            self._spread += self._around_mean(x)
         self.rows += len(x)
         self._derived.clear()
         if self._gram is None:
@@ -99,5 +105,18 @@ class InputStatistics:
 
     @property
     def variance(self) -> Tensor:
-        """Variance of each input (of the population), [inputs]."""
-        return (self.square_sum / max(self.rows, 1) - self.mean.square()).clamp_min(0)
+        """Variance of each input (of the population), [inputs].
+
+        Where "mean" was not asked for it comes from the sums, and has few correct digits where the mean is large.
+        """
+        if self._spread is None:
+            return (self.square_sum / max(self.rows, 1) - self.mean.square()).clamp_min(0)
+        return (self._spread / max(self.rows, 1)).float()
+
+    def _around_mean(self, x: Tensor) -> Tensor:
+        """What a batch adds to Σ (x − mean)² of all rows, [inputs]; moves the mean."""
+        centre = x.mean(0)
+        offset = centre.double() - self._centre
+        share = len(x) / (self.rows + len(x))
+        self._centre += share * offset
+        return (x - centre).square_().sum(0).double() + offset.square() * (share * self.rows)

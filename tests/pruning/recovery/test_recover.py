@@ -12,12 +12,16 @@ from typer.testing import CliRunner
 
 from thinfer.cli.main import app
 from thinfer.errors import CheckFailed, UsageError
-from thinfer.pruning.checkpoint import load_torch, save_folder
+from thinfer.pruning.checkpoint import load_torch
+from thinfer.pruning.quality import torch_perplexity
 from thinfer.pruning.recipe import make_recipe
 from thinfer.pruning.recovery import recover as module
-from thinfer.pruning.recovery.recover import Evaluation, RecoverOptions, count_zeros, recover
+from thinfer.pruning.recovery.options import RecoverOptions
+from thinfer.pruning.recovery.recover import count_zeros, recover
+from thinfer.pruning.recovery.session import Evaluation
 from thinfer.pruning.recovery.state import STATE_NAME
 from thinfer.pruning.run import prune
+from thinfer.pruning.saving import save_folder
 from thinfer.pruning.verify import verify
 from tiny_llama import write_tiny_llama
 
@@ -74,7 +78,7 @@ def test_it_recovers_and_keeps_every_zero(pruned, dense, tmp_path, method, loss)
     # What was measured is what was written, down to the rounding.
     loaded = load_torch(out)
     windows = EVALUATION.cut(loaded)
-    assert module.torch_perplexity(loaded.model, windows, bos_id=loaded.bos_id).ppl == report["after"]["ppl"]
+    assert torch_perplexity(loaded.model, windows, bos_id=loaded.bos_id).ppl == report["after"]["ppl"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

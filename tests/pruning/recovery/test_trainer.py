@@ -1,5 +1,6 @@
 """The trainer: the right updates, bits that survive an interruption, and a stop where numbers are not finite."""
 
+import dataclasses
 import math
 import signal
 
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 
 from thinfer.errors import ArtifactError, CheckFailed, UsageError
-from thinfer.pruning.recovery.state import STATE_NAME
+from thinfer.pruning.recovery import trainer
+from thinfer.pruning.recovery.state import STATE_NAME, save_state
 from thinfer.pruning.recovery.trainer import TrainOptions, train
 
 OPTIONS = TrainOptions(steps=12, lr=0.01, warmup=3, accumulate=2, weight_decay=0.1, seed=5)
@@ -86,6 +88,35 @@ def test_a_finished_run_resumes_to_its_result(tmp_path):
     train(model, loss, batches, OPTIONS, folder=tmp_path)
     train(again, loss, batches, OPTIONS, folder=tmp_path, resume=True)
     assert torch.equal(weights(model), weights(again))
+
+
+def test_an_interruption_in_the_last_step_is_one_and_the_next_run_has_nothing_to_train(tmp_path):
+    whole, parts = network(), network()
+    train(whole, loss, batches, OPTIONS)
+    with pytest.raises(KeyboardInterrupt):
+        train(parts, loss, batches, OPTIONS, folder=tmp_path, after_step=interrupted_at(11))
+    again = network()
+    train(again, None, None, OPTIONS, folder=tmp_path, resume=True)
+    assert torch.equal(weights(again), weights(whole))
+
+
+def test_ctrl_c_while_a_state_is_written_loses_no_step(tmp_path, monkeypatch):
+    def pressed(*args):
+        signal.raise_signal(signal.SIGINT)
+        save_state(*args)
+
+    options = dataclasses.replace(OPTIONS, checkpoint_minutes=0)
+    whole, parts = network(), network()
+    train(whole, loss, batches, options)
+    with monkeypatch.context() as patched:
+        patched.setattr(trainer, "save_state", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            train(parts, loss, batches, options, folder=tmp_path)
+    again = network()
+    assert [entry["step"] for entry in train(again, loss, batches, options, folder=tmp_path, resume=True).curve] == [
+        *range(1, 13)
+    ]
+    assert torch.equal(weights(again), weights(whole))
 
 
 def test_states_are_kept_in_between(tmp_path):

@@ -6,6 +6,7 @@ import torch
 from pruning.structured_models import GQA, full_model, logits
 from pruning.tiny_decoders import tiny_windows
 from thinfer.errors import UsageError
+from thinfer.pruning.statistics import InputStatistics
 from thinfer.pruning.structured.flap import Flap, lost_mean, read_inputs, unit_scores
 from thinfer.pruning.structured.groups import find_groups
 
@@ -49,6 +50,22 @@ def test_scores_are_the_formula(compensated):
         expected = torch.stack([score[columns].mean() for columns in family.columns])
         found = unit_scores(family, weight, inputs, compensated=compensated)
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_large_mean_does_not_change_the_scores():
+    """What a bias makes good must not count: the scores are those of the inputs without their mean."""
+    model = full_model("llama", **GQA)
+    family = find_groups(model).of_kind("neurons")[0]
+    weight = model.get_submodule(f"model.layers.0.{family.reader}").weight.detach()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, weight.shape[1], generator=generator) * torch.rand(weight.shape[1], generator=generator)
+    scores = []
+    for mean in (0.0, 5e4):
+        inputs = InputStatistics(x.shape[1], frozenset({"mean"}))
+        for batch in (x + mean).split(100):
+            inputs.add(batch)
+        scores.append(unit_scores(family, weight, inputs, compensated=True))
+    torch.testing.assert_close(scores[1], scores[0], rtol=1e-2, atol=1e-2)
 
 
 def constant_neurons(model, neurons):

@@ -1,9 +1,10 @@
-"""The state of an unfinished training in one safetensors file, which appears whole or not at all."""
+"""The state of an unfinished training in safetensors files, each of which appears whole or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +46,7 @@ def save_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     if device.type == "cuda":
         tensors["random.cuda"] = torch.cuda.get_rng_state(device)
     document = {"version": _VERSION, "key": key, "optimizer": plain, "facts": facts}
-    path, unfinished = folder / STATE_NAME, folder / f"{STATE_NAME}.{os.getpid()}"
-    try:
-        with writing(path):
-            folder.mkdir(parents=True, exist_ok=True)
-            copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-            save_file(copies, unfinished, metadata={"state": json.dumps(document)})
-            with unfinished.open("rb") as file:
-                os.fsync(file.fileno())
-            unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    _write(folder / STATE_NAME, tensors, document)
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> Any:
@@ -66,12 +57,7 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
         UsageError: it belongs to a run with other options, text or weights.
     """
     path = folder / STATE_NAME
-    try:
-        with safe_open(path, framework="pt") as file:
-            document = json.loads((file.metadata() or {}).get("state", "{}"))
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ArtifactError(f"{path}: {error}; delete {folder} and start again") from error
+    tensors, document = _read(path)
     if document.get("version") != _VERSION:
         raise ArtifactError(f"{path}: not a state that this thinfer reads; delete {folder} and start again")
     if document["key"] != key:
@@ -92,6 +78,58 @@ def load_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     if "random.cuda" in tensors:
         torch.cuda.set_rng_state(tensors["random.cuda"], _device(model))
     return document["facts"]
+
+
+def kept(
+    folder: Path, name: str, key: str, make: Callable[[], tuple[dict[str, Tensor], Any]]
+) -> tuple[dict[str, Tensor], Any]:
+    """What `make` gives, tensors and facts (JSON), or what this run left in the folder when it did so before.
+
+    Args:
+        folder: of the run's state.
+        name: of the file, without its end.
+        key: names the run; what another one left is made anew.
+        make: is slow.
+
+    Raises:
+        ArtifactError: the file is damaged.
+        ResourceError: the disk is full.
+
+    Example:
+        >>> kept(states, "refit", key, fit)[1]  # doctest: +SKIP
+        [{'before': 0.3, 'after': 0.1}]
+    """
+    path = folder / f"{name}.safetensors"
+    if path.exists():
+        tensors, document = _read(path)
+        if document.get("key") == key:
+            return tensors, document["facts"]
+    tensors, facts = make()
+    _write(path, tensors, {"version": _VERSION, "key": key, "facts": facts})
+    return tensors, facts
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], document: Mapping[str, Any]) -> None:
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            copies = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+            save_file(copies, unfinished, metadata={"state": json.dumps(document)})
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            document = json.loads((file.metadata() or {}).get("state", "{}"))
+            return {name: file.get_tensor(name) for name in file.keys()}, document  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ArtifactError(f"{path}: {error}; delete {path.parent} and start again") from error
 
 
 def _changing(model: nn.Module) -> dict[str, Tensor]:

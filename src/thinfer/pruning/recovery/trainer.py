@@ -202,12 +202,15 @@ class _Run:
                 self._result.seconds = before + now - began
                 left = (now - began) / (step + 1 - first) * (steps - step - 1)
                 self._progress(f"step {step + 1} of {steps}: loss {entry['loss']:.4f}, {_duration(left)} left")
-                last = step + 1 == steps
-                if last or interrupted() or now - saved >= 60 * self._options.checkpoint_minutes:
+                # Asked once: what is pressed after this waits for the next step, whose state will be kept.
+                stop = interrupted()
+                if stop or step + 1 == steps or now - saved >= 60 * self._options.checkpoint_minutes:
                     self._save(step + 1)
                     saved = time.monotonic()
-                if interrupted() and not last:
+                if stop:
                     raise KeyboardInterrupt
+            if interrupted():
+                raise KeyboardInterrupt  # while the last state was kept
         return self._result
 
     def _step(self, step: int) -> dict[str, float]:

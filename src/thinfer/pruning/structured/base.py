@@ -1,11 +1,11 @@
-"""What a structured method takes and returns, and how calibration windows reach a model."""
+"""What structured methods share: what they return, and how calibration windows reach a model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ Progress = Callable[[int, int, str], None]
 
 Windows = Sequence[Sequence[int]] | Tensor
 """Token ids, [windows, length]."""
+
+Notes = dict[str, float | int | str]
+"""Figures and sentences for the report, by name."""
 
 BATCH_TOKENS = 2048
 
@@ -41,29 +44,7 @@ class StructuredResult:
     before: Mapping[str, tuple[int, ...]]
     after: Mapping[str, tuple[int, ...]]
     kept: Mapping[str, list[list[int]]]
-    notes: dict[str, float | int | str] = field(default_factory=dict)
-
-
-class StructuredMethod(Protocol):
-    """Cuts heads, neurons, channels or layers out of a model, which stays an ordinary model of its class."""
-
-    def prune(
-        self,
-        model: PreTrainedModel,
-        windows: Windows,
-        sparsity: float,
-        *,
-        device: str = "cpu",
-        progress: Progress | None = None,
-    ) -> StructuredResult:
-        """Cut `sparsity` of the parameters of the blocks, in place; `windows` are token ids [windows, length]."""
-        ...
-
-
-def require_fraction(sparsity: float) -> None:
-    """UsageError unless 0 < sparsity < 1: a structured method always cuts something and leaves something."""
-    if not 0 < sparsity < 1:
-        raise UsageError(f"sparsity must lie between 0 and 1, not {sparsity}, for a structured method")
+    notes: Notes = field(default_factory=dict)
 
 
 def require_uniform(uniform: bool) -> None:
@@ -117,14 +98,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-@contextmanager
-def on_device(model: PreTrainedModel, device: str) -> Iterator[None]:
-    """A model on a device; afterwards on the one it came from."""
-    home = model.device
-    nn.Module.to(model, device)
-    try:
-        yield
-    finally:
-        nn.Module.to(model, home)

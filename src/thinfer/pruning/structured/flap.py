@@ -12,19 +12,11 @@ from torch import Tensor, nn
 from thinfer.errors import UsageError
 from thinfer.pruning.blocks import find_stack
 from thinfer.pruning.statistics import InputStatistics
-from thinfer.pruning.structured.base import (
-    Progress,
-    StructuredResult,
-    Windows,
-    on_device,
-    require_fraction,
-    require_uniform,
-    run_windows,
-)
+from thinfer.pruning.structured.base import Notes, Progress, Windows, require_uniform, run_windows
 from thinfer.pruning.structured.budget import Scope
-from thinfer.pruning.structured.configuration import Configuration
-from thinfer.pruning.structured.groups import Family, find_groups, linear_modules, weight_of
-from thinfer.pruning.structured.surgery import Cut, apply
+from thinfer.pruning.structured.groups import Family, linear_modules, weight_of
+from thinfer.pruning.structured.method import StructuredMethod, Work
+from thinfer.pruning.structured.surgery import Cut
 from thinfer.pruning.structured.width import WIDTHS, Widths, find_widths, keep_best, parse_parts
 
 if TYPE_CHECKING:
@@ -32,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Flap:
+class Flap(StructuredMethod):
     """Fluctuation-based pruning: a column x_j of W counts var(x_j) · Σ_i W_ij², standardised in its layer.
 
     What is cut is replaced by its mean: the reader's bias becomes b + W_cut · E[x_cut], which is the least-squares
@@ -63,56 +55,37 @@ class Flap:
         if self.scope not in ("layer", "global") or self.round_to < 1:
             raise UsageError(f"scope is layer or global, round_to 1 or more; not {self.scope!r} and {self.round_to}")
 
-    def prune(
-        self,
-        model: PreTrainedModel,
-        windows: Windows,
-        sparsity: float,
-        *,
-        device: str = "cpu",
-        progress: Progress | None = None,
-    ) -> StructuredResult:
-        """Cut `sparsity` of the parameters of the blocks, in place.
-
-        Raises:
-            UsageError: a sparsity that cannot be met; windows of several lengths.
-            UnsupportedError: the parts are not found, or the configuration holds no smaller width of them.
-            CheckFailed: an input is NaN or infinite.
-        """
-        require_fraction(sparsity)
-        with on_device(model, device):
-            layout = find_groups(model)
-            configuration = Configuration(model, layout)
-            widths = find_widths(model, layout, configuration, parse_parts(self.parts, WIDTHS), self.round_to)
-            fields = {family.reader: configuration.bias(family) if self.bias else None for family in widths.families}
-            statistics = read_inputs(model, widths.families, windows, progress)
-            scores = {
-                family.reader: torch.stack(
-                    [
-                        unit_scores(family, weight, inputs, compensated=fields[family.reader] is not None)
-                        for weight, inputs in zip(_weights(model, family), statistics[family.reader], strict=True)
-                    ]
-                )
-                for family in widths.families
-            }
-            kept = keep_best(model, widths, scores, sparsity, self.scope)
-            counts = {reader: len(units[0]) for reader, units in kept.items()}
-            changes = widths.changes(counts)
-            biases = {}
-            for family in widths.families:
-                field = fields[family.reader]
-                if field is not None and counts[family.reader] < family.units:
-                    changes |= field
-                    biases[family.reader] = [
-                        lost_mean(family, weight, inputs, units)
-                        for weight, inputs, units in zip(
-                            _weights(model, family), statistics[family.reader], kept[family.reader], strict=True
-                        )
-                    ]
-            result = apply(model, layout, configuration, Cut(changes, kept, biases=biases))
-        result.notes.update(widths.notes(counts))
-        result.notes.update(_notes(widths, fields, biases, asked=self.bias))
-        return result
+    def cut(self, work: Work) -> tuple[Cut, Notes]:
+        """Fewer heads, fewer neurons, or both; CheckFailed when an input is NaN or infinite."""
+        model, configuration = work.model, work.configuration
+        widths = find_widths(model, work.layout, configuration, parse_parts(self.parts, WIDTHS), self.round_to)
+        fields = {family.reader: configuration.bias(family) if self.bias else None for family in widths.families}
+        statistics = read_inputs(model, widths.families, work.windows, work.progress)
+        scores = {
+            family.reader: torch.stack(
+                [
+                    unit_scores(family, weight, inputs, compensated=fields[family.reader] is not None)
+                    for weight, inputs in zip(_weights(model, family), statistics[family.reader], strict=True)
+                ]
+            )
+            for family in widths.families
+        }
+        kept = keep_best(model, widths, scores, work.sparsity, self.scope)
+        counts = {reader: len(units[0]) for reader, units in kept.items()}
+        changes = widths.changes(counts)
+        biases = {}
+        for family in widths.families:
+            field = fields[family.reader]
+            if field is not None and counts[family.reader] < family.units:
+                changes |= field
+                biases[family.reader] = [
+                    lost_mean(family, weight, inputs, units)
+                    for weight, inputs, units in zip(
+                        _weights(model, family), statistics[family.reader], kept[family.reader], strict=True
+                    )
+                ]
+        notes = widths.notes(counts) | _notes(widths, fields, biases, asked=self.bias)
+        return Cut(changes, kept, biases=biases), notes
 
 
 def read_inputs(
@@ -170,10 +143,8 @@ def _weights(model: PreTrainedModel, family: Family) -> list[Tensor]:
     return [weight_of(module).detach() for module in modules]
 
 
-def _notes(
-    widths: Widths, fields: Mapping[str, object], biases: Mapping[str, object], *, asked: bool
-) -> dict[str, float | int | str]:
-    notes: dict[str, float | int | str] = {"bias": ", ".join(biases) or "none"}
+def _notes(widths: Widths, fields: Mapping[str, object], biases: Mapping[str, object], *, asked: bool) -> Notes:
+    notes: Notes = {"bias": ", ".join(biases) or "none"}
     without = [family.reader for family in widths.families if fields[family.reader] is None]
     if asked and without:
         notes["bias_not_held"] = (

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from thinfer.errors import UnsupportedError, UsageError
 from thinfer.pruning.blocks import find_stack
-from thinfer.pruning.structured.base import (
-    Progress,
-    StructuredResult,
-    Windows,
-    on_device,
-    require_fraction,
-    require_uniform,
-    token_ids,
-)
+from thinfer.pruning.structured.base import Notes, require_uniform, token_ids
 from thinfer.pruning.structured.budget import Scope
-from thinfer.pruning.structured.configuration import Configuration
-from thinfer.pruning.structured.groups import Family, Layout, find_groups, linear_modules, output_dim
+from thinfer.pruning.structured.groups import Family, linear_modules, output_dim
 from thinfer.pruning.structured.importance import Importance, Salience
+from thinfer.pruning.structured.method import StructuredMethod, Work
 from thinfer.pruning.structured.shortgpt import layers_to_keep
-from thinfer.pruning.structured.surgery import Cut, apply
+from thinfer.pruning.structured.surgery import Cut
 from thinfer.pruning.structured.width import WIDTHS, find_widths, keep_best, parse_parts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 PARTS = (*WIDTHS, "channels", "layers")
 
 
 @dataclass(frozen=True, slots=True)
-class LLMPruner:
+class LLMPruner(StructuredMethod):
     """Cuts heads (whole key-value groups), FFN neurons, channels of the residual stream, or layers.
 
     The importance of a unit is the sum over all its members, the rows and columns found by `find_groups`.
@@ -89,30 +78,17 @@ class LLMPruner:
                 "all layers, so when widths are cut every layer loses the same"
             )
 
-    def prune(
-        self,
-        model: PreTrainedModel,
-        windows: Windows,
-        sparsity: float,
-        *,
-        device: str = "cpu",
-        progress: Progress | None = None,
-    ) -> StructuredResult:
-        """Cut `sparsity` of the parameters of the blocks, in place.
+    def cut(self, work: Work) -> tuple[Cut, Notes]:
+        """Fewer heads or neurons, a narrower residual stream, or fewer layers.
 
         Raises:
             UsageError: a sparsity that cannot be met; windows of several lengths.
             UnsupportedError: the parts are not found, or the configuration holds no smaller width of them.
             CheckFailed: the loss or a gradient is NaN, infinite or zero.
         """
-        require_fraction(sparsity)
-        with on_device(model, device):
-            layout = find_groups(model)
-            run = _Run(self, model, layout, Configuration(model, layout), windows, progress)
-            cut = {"channels": run.channels, "layers": run.layers}.get(self.parts, run.widths)(sparsity)
-            result = apply(model, layout, run.configuration, cut)
-        result.notes.update(run.notes)
-        return result
+        run = _Run(self, work)
+        cut = {"channels": run.channels, "layers": run.layers}.get(self.parts, run.widths)()
+        return cut, run.notes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,18 +96,14 @@ class _Run:
     """One run: what it works on, and the cut of each kind of part."""
 
     options: LLMPruner
-    model: PreTrainedModel
-    layout: Layout
-    configuration: Configuration
-    windows: Windows
-    progress: Progress | None
-    notes: dict[str, float | int | str] = field(default_factory=dict)
+    work: Work
+    notes: Notes = field(default_factory=dict)
 
-    def widths(self, sparsity: float) -> Cut:
+    def widths(self) -> Cut:
         """Fewer heads, fewer neurons, or both."""
         options = self.options
         parts = parse_parts(options.parts, WIDTHS)
-        widths = find_widths(self.model, self.layout, self.configuration, parts, options.round_to)
+        widths = find_widths(self.work.model, self.work.layout, self.work.configuration, parts, options.round_to)
         members = {family.reader: self._members(family) for family in widths.families}
         salience = self._salience([name for layers in members.values() for layer in layers for name, _, _ in layer])
         scores = {
@@ -139,24 +111,25 @@ class _Run:
             / (widths.choices[reader].cost if options.scope == "global" else 1)
             for reader, layers in members.items()
         }
-        kept = keep_best(self.model, widths, scores, sparsity, options.scope)
+        kept = keep_best(self.work.model, widths, scores, self.work.sparsity, options.scope)
         counts = {reader: len(units[0]) for reader, units in kept.items()}
         self.notes.update(widths.notes(counts))
         return Cut(widths.changes(counts), kept)
 
-    def channels(self, sparsity: float) -> Cut:
+    def channels(self) -> Cut:
         """A narrower residual stream."""
-        hidden = int(self.model.config.hidden_size)
+        model, sparsity = self.work.model, self.work.sparsity
+        hidden = int(model.config.hidden_size)
         step = self.options.round_to
         wanted = hidden * (1 - sparsity)
         for width in sorted(range(step, hidden, step), key=lambda width: abs(width - wanted)):
-            held = self.configuration.channels(width)
+            held = self.work.configuration.channels(width)
             if held is not None:
                 changes, dims = held
                 break
         else:
             raise UnsupportedError(
-                f"{type(self.model).__name__}: no field of its configuration holds a residual stream narrower than "
+                f"{type(model).__name__}: no field of its configuration holds a residual stream narrower than "
                 f"{hidden}, in multiples of round_to {step}, with heads and neurons as they are; cut other parts"
             )
         if abs(width - wanted) > abs(hidden - wanted):
@@ -164,43 +137,48 @@ class _Run:
                 f"the nearest width of the residual stream is {width} of {hidden}, too far from sparsity {sparsity}; "
                 "ask for more sparsity, or give a smaller round_to"
             )
-        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         counted = {name: found for name, found in dims.items() if name in parameters}
         salience = self._salience(list(counted))
         score = torch.stack([salience.along(name, dim) for name, found in counted.items() for dim in found]).sum(0)
         kept = score.argsort(descending=True, stable=True)[:width].sort().values
         return Cut(changes, channels=kept, channel_dims=dims)
 
-    def layers(self, sparsity: float) -> Cut:
+    def layers(self) -> Cut:
         """Fewer layers: the importance of a layer is that of all its matrices."""
         matrices = [
-            [f"{m.name}.weight" for m in block.matrices if m.expert is None] for block in find_stack(self.model).blocks
+            [f"{m.name}.weight" for m in block.matrices if m.expert is None]
+            for block in find_stack(self.work.model).blocks
         ]
         salience = self._salience([name for names in matrices for name in names])
         importance = torch.stack(
             [torch.stack([salience.along(name, 0).sum() for name in names]).sum() for names in matrices]
         )
-        count = self.layout.layers
+        count = self.work.layout.layers
         first, last = self.options.protect_first, self.options.protect_last
         # The paper leaves out the first 4 and the last 2 of 32.
-        kept = layers_to_keep(
-            importance, sparsity, count // 8 if first is None else first, count // 16 if last is None else last
-        )
-        return Cut(self.configuration.layers(kept), layers=kept)
+        first, last = count // 8 if first is None else first, count // 16 if last is None else last
+        kept = layers_to_keep(importance, self.work.sparsity, first, last)
+        return Cut(self.work.configuration.layers(kept), layers=kept)
 
     def _salience(self, names: list[str]) -> Salience:
         options = self.options
-        ids = token_ids(self.windows)[: options.samples, : options.tokens]
+        ids = token_ids(self.work.windows)[: options.samples, : options.tokens]
         if options.importance not in ("l1", "l2", "random"):
             self.notes.update({"gradient_samples": ids.shape[0], "gradient_tokens": ids.shape[1]})
         return Salience(
-            self.model, list(dict.fromkeys(names)), options.importance, ids, seed=options.seed, progress=self.progress
+            self.work.model,
+            list(dict.fromkeys(names)),
+            options.importance,
+            ids,
+            seed=options.seed,
+            progress=self.work.progress,
         )
 
     def _members(self, family: Family) -> list[list[tuple[str, int, Tensor]]]:
         """In each layer, the parameters of a family: name, dimension, and its indices of each unit [units, of each]."""
         found = []
-        for block in find_stack(self.model).blocks:
+        for block in find_stack(self.work.model).blocks:
             modules = linear_modules(block.module)
             found.append(
                 [

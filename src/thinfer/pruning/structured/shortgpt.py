@@ -11,24 +11,16 @@ from torch import Tensor, nn
 
 from thinfer.errors import CheckFailed, UsageError
 from thinfer.pruning.blocks import find_stack
-from thinfer.pruning.structured.base import (
-    Progress,
-    StructuredResult,
-    Windows,
-    on_device,
-    require_fraction,
-    run_windows,
-)
-from thinfer.pruning.structured.configuration import Configuration
-from thinfer.pruning.structured.groups import find_groups
-from thinfer.pruning.structured.surgery import Cut, apply
+from thinfer.pruning.structured.base import Notes, Progress, Windows, run_windows
+from thinfer.pruning.structured.method import StructuredMethod, Work
+from thinfer.pruning.structured.surgery import Cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
-class ShortGPT:
+class ShortGPT(StructuredMethod):
     """Drops the layers of lowest block influence, 1 − cos(what goes in, what comes out), averaged over all tokens.
 
     Attributes:
@@ -43,30 +35,17 @@ class ShortGPT:
     protect_first: int = 0
     protect_last: int = 0
 
-    def prune(
-        self,
-        model: PreTrainedModel,
-        windows: Windows,
-        sparsity: float,
-        *,
-        device: str = "cpu",
-        progress: Progress | None = None,
-    ) -> StructuredResult:
-        """Drop round(sparsity · layers) layers, in place.
+    def cut(self, work: Work) -> tuple[Cut, Notes]:
+        """Fewer layers, round(sparsity · layers) of them.
 
         Raises:
             UsageError: that is no layer, or more than are not protected; windows of several lengths.
             CheckFailed: a hidden state is NaN or infinite.
         """
-        require_fraction(sparsity)
-        with on_device(model, device):
-            layout = find_groups(model)
-            configuration = Configuration(model, layout)
-            influence = block_influence(model, windows, progress)
-            layers = layers_to_keep(influence, sparsity, self.protect_first, self.protect_last)
-            result = apply(model, layout, configuration, Cut(configuration.layers(layers), layers=layers))
-        result.notes.update({f"block_influence[{layer}]": value for layer, value in enumerate(influence.tolist())})
-        return result
+        influence = block_influence(work.model, work.windows, work.progress)
+        layers = layers_to_keep(influence, work.sparsity, self.protect_first, self.protect_last)
+        notes: Notes = {f"block_influence[{layer}]": value for layer, value in enumerate(influence.tolist())}
+        return Cut(work.configuration.layers(layers), layers=layers), notes
 
 
 def layers_to_keep(importance: Tensor, sparsity: float, protect_first: int, protect_last: int) -> list[int]:
