@@ -1,4 +1,7 @@
 #include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "kv_cache.h"
 #include "ops.h"
@@ -36,7 +39,7 @@ struct Joined {
 class Attention final : public Op {
  public:
   Attention(const OpKernels& kernels, int x, int out, Heads heads, int layer, float scale, int window,
-            std::vector<float> slopes)
+            std::vector<float> slopes, std::shared_ptr<const NeuronLists> lists)
       : kernels_(kernels),
         x_(x),
         out_(out),
@@ -44,12 +47,14 @@ class Attention final : public Op {
         layer_(layer),
         scale_(scale),
         window_(window),
-        slopes_(std::move(slopes)) {}
+        slopes_(std::move(slopes)),
+        lists_(std::move(lists)) {}
 
   const char* name() const override { return "attention"; }
 
   void prepare(const Batch& batch) override {
     find_groups(batch);
+    find_wanted(batch);
     items_.clear();
     joined_.clear();
     int partials = 0;
@@ -61,6 +66,7 @@ class Attention final : public Op {
       const int first = low / kSegment;
       const int last = (position + group.rows - 1) / kSegment + 1;
       for (int kv_head = 0; kv_head < heads_.kv_heads; ++kv_head) {
+        if (!wants_any(group, kv_head)) continue;
         if (!split || last - first == 1) {
           items_.push_back({g, kv_head, first, last, -1});
           continue;
@@ -131,10 +137,47 @@ class Attention final : public Op {
     }
   }
 
+  bool listed() const { return lists_ && lists_->given; }
+  bool wants(int row, int head) const {
+    return !listed() || wanted_[static_cast<size_t>(row * heads_.heads + head)] != 0;
+  }
+  bool wants_any(const Group& group, int kv_head) const {
+    for (int row = group.row; row < group.row + group.rows; ++row) {
+      for (int head = 0; head < group_heads(); ++head) {
+        if (wants(row, kv_head * group_heads() + head)) return true;
+      }
+    }
+    return false;
+  }
+
+  void find_wanted(const Batch& batch) {
+    if (!listed()) return;
+    if (lists_->rows() != batch.rows) {
+      throw std::invalid_argument("heads are listed for " + std::to_string(lists_->rows()) + " rows, the batch has " +
+                                  std::to_string(batch.rows));
+    }
+    wanted_.assign(static_cast<size_t>(batch.rows * heads_.heads), 0);
+    for (int row = 0; row < batch.rows; ++row) {
+      for (int i = lists_->offsets[static_cast<size_t>(row)]; i < lists_->offsets[static_cast<size_t>(row) + 1]; ++i) {
+        const int head = lists_->ids[static_cast<size_t>(i)];
+        if (head < 0 || head >= heads_.heads) {
+          throw std::invalid_argument("head " + std::to_string(head) + " of " + std::to_string(heads_.heads));
+        }
+        wanted_[static_cast<size_t>(row * heads_.heads + head)] = 1;
+      }
+    }
+  }
+
   const float* row_of(const Context& context, int row) const {
     return context.buffers[x_] + static_cast<ptrdiff_t>(row) * padded(heads_.width());
   }
 
+  float* out_of(const Context& context, int row, int head) const {
+    return context.buffers[out_] + static_cast<ptrdiff_t>(row) * padded(heads_.heads * heads_.head_dim) +
+           head * heads_.head_dim;
+  }
+
+  // Keys and values of all heads, whichever are computed: later rows may want them. Heads not wanted give 0.
   void write(int item, Context& context) const {
     const Batch& batch = context.batch;
     const KvCache& kv = *context.kv;
@@ -149,6 +192,9 @@ class Attention final : public Op {
         const int at = head * heads_.head_dim;
         kernels_.write_kv(keys + at, values + at, block + kv.key_offset(layer_, head),
                           block + kv.value_offset(layer_, head), position % kBlock, heads_.head_dim, kv.half());
+      }
+      for (int head = 0; head < heads_.heads; ++head) {
+        if (!wants(row, head)) std::memset(out_of(context, row, head), 0, sizeof(float) * static_cast<size_t>(heads_.head_dim));
       }
     }
   }
@@ -205,12 +251,11 @@ class Attention final : public Op {
     const Group& group = groups_[static_cast<size_t>(item.group)];
     const int width = padded(heads_.head_dim);
     for (int row = 0; row < group.rows; ++row) {
-      float* out =
-          context.buffers[out_] + static_cast<ptrdiff_t>(group.row + row) * padded(heads_.heads * heads_.head_dim);
       for (int head = 0; head < group_heads(); ++head) {
-        const int query = row * group_heads() + head;
+        const int query = row * group_heads() + head, own = item.kv_head * group_heads() + head;
+        if (!wants(group.row + row, own)) continue;
         kernels_.attend_finish(state.output + static_cast<ptrdiff_t>(query) * width, state.sum[query],
-                               out + (item.kv_head * group_heads() + head) * heads_.head_dim, heads_.head_dim);
+                               out_of(context, group.row + row, own), heads_.head_dim);
       }
     }
   }
@@ -223,6 +268,8 @@ class Attention final : public Op {
   float scale_;
   int window_;
   std::vector<float> slopes_;
+  std::shared_ptr<const NeuronLists> lists_;
+  std::vector<uint8_t> wanted_;  // [rows][heads] of this step, where heads are listed
   std::vector<Group> groups_;
   std::vector<Item> items_;
   std::vector<Joined> joined_;
@@ -232,8 +279,8 @@ class Attention final : public Op {
 }  // namespace
 
 std::unique_ptr<Op> make_attention(const OpKernels& kernels, int x, int out, Heads heads, int layer, float scale,
-                                   int window, std::vector<float> slopes) {
-  return std::make_unique<Attention>(kernels, x, out, heads, layer, scale, window, std::move(slopes));
+                                   int window, std::vector<float> slopes, std::shared_ptr<const NeuronLists> lists) {
+  return std::make_unique<Attention>(kernels, x, out, heads, layer, scale, window, std::move(slopes), std::move(lists));
 }
 
 }  // namespace thinfer

@@ -63,7 +63,9 @@ class CheckedProgram {
   int add(std::unique_ptr<Op> op, const std::vector<int>& inputs, int output);
   int add_embed(std::shared_ptr<const RowSource> source, int out);
   int add_positions(std::shared_ptr<const RowSource> source, int x, int out, int offset);
-  int add_attention(int x, int out, Heads heads, int layer, float scale, int window, std::vector<float> slopes);
+  int add_attention(int x, int out, Heads heads, int layer, float scale, int window, std::vector<float> slopes,
+                    std::shared_ptr<NeuronLists> lists);
+  void set_sparse_only(int op);
   std::shared_ptr<RopeTable> rope_table(std::vector<float> inv_freq, float attention_factor);
 
   // What the linear ops share; null until the first one.

@@ -111,10 +111,11 @@ int op_rope(CheckedProgram& self, int x, int out, std::vector<float> inv_freq, f
 }
 
 int op_attention(CheckedProgram& self, int x, int out, int layer, int heads, int kv_heads, int head_dim, float scale,
-                 std::optional<int> window, std::optional<std::vector<float>> slopes) {
+                 std::optional<int> window, std::optional<std::vector<float>> slopes,
+                 std::shared_ptr<NeuronLists> lists) {
   if (window && *window < 1) throw std::invalid_argument("window must be at least 1, or None for all positions");
   return self.add_attention(x, out, check_heads(heads, kv_heads, head_dim), layer, scale, window.value_or(0),
-                            slopes ? std::move(*slopes) : std::vector<float>());
+                            slopes ? std::move(*slopes) : std::vector<float>(), std::move(lists));
 }
 
 int add_act(CheckedProgram& self, int x, int out, int neurons, Act act, std::optional<std::vector<int>> ids) {
@@ -293,7 +294,7 @@ FloatArray attention(const std::string& isa, const In<float, 2>& qkv,
   const int in = single.input(qkv);
   const int out = single.program.add_buffer(
       as_int(static_cast<size_t>(check_heads(heads, kv_heads, head_dim).heads) * static_cast<size_t>(head_dim)));
-  op_attention(single.program, in, out, 0, heads, kv_heads, head_dim, scale, window, std::move(slopes));
+  op_attention(single.program, in, out, 0, heads, kv_heads, head_dim, scale, window, std::move(slopes), nullptr);
   OwnedBatch batch = single.batch();
   batch.positions = copied<int32_t, 1>(positions);
   batch.sequence = copied<int32_t, 1>(sequence);
@@ -371,9 +372,10 @@ void bind_program_ops(nb::class_<CheckedProgram>& program) {
            "inv_freq has up to head_dim / 2 entries: twice as many channels of a head turn, the rest pass.")
       .def("op_attention", op_attention, nb::arg("x"), nb::arg("out"), nb::arg("layer"), nb::arg("heads"),
            nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("scale"), nb::arg("window").none() = nb::none(),
-           nb::arg("slopes").none() = nb::none(),
+           nb::arg("slopes").none() = nb::none(), nb::arg("lists").none() = nb::none(),
            "Write the rows' keys and values of q|k|v to the cache, then causal attention: out is heads * head_dim wide."
-           "\n\nslopes: per head, times the distance to a key, is what its score loses (ALiBi).")
+           "\n\nslopes: per head, times the distance to a key, is what its score loses (ALiBi). lists: heads that a row "
+           "computes; the others are 0.")
       .def("op_gated_act", op_gated_act, nb::arg("x"), nb::arg("out"), nb::arg("act"),
            nb::arg("ids").none() = nb::none(), nb::arg("threshold") = 0.0f,
            "out = act(gate) * up for x = gate|up; with ids (ascending) neuron j goes to column ids[j], the rest is "

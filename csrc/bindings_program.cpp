@@ -73,6 +73,11 @@ int CheckedProgram::add(std::unique_ptr<Op> op, const std::vector<int>& inputs, 
   return program_.add(std::move(op), inputs, output);
 }
 
+void CheckedProgram::set_sparse_only(int op) {
+  if (op < 0 || op >= program_.ops()) throw std::invalid_argument("op " + text(op) + " is none of the program's");
+  exclusive([&] { program_.set_sparse_only(op); });
+}
+
 int CheckedProgram::add_embed(std::shared_ptr<const RowSource> source, int out) {
   expect_width(out, source->width(), "out");
   vocab_ = vocab_ > 0 ? std::min(vocab_, source->rows()) : source->rows();
@@ -90,7 +95,7 @@ int CheckedProgram::add_positions(std::shared_ptr<const RowSource> source, int x
 }
 
 int CheckedProgram::add_attention(int x, int out, Heads heads, int layer, float scale, int window,
-                                  std::vector<float> slopes) {
+                                  std::vector<float> slopes, std::shared_ptr<NeuronLists> lists) {
   if (!cache_) throw std::invalid_argument("attention needs a KV cache: give the Program one");
   const KvCache& cache = cache_->cache;
   if (cache.kv_heads() != heads.kv_heads || cache.head_dim() != heads.head_dim) {
@@ -110,7 +115,8 @@ int CheckedProgram::add_attention(int x, int out, Heads heads, int layer, float 
   if (program_.selected(x)) throw std::invalid_argument("attention cannot follow select: it needs every row");
   attends_ = true;
   window_ = window_ < 0 ? window : window == 0 ? 0 : window_ == 0 ? 0 : std::max(window_, window);
-  return add(make_attention(kernels_, x, out, heads, layer, scale, window, std::move(slopes)), {x}, out);
+  return add(make_attention(kernels_, x, out, heads, layer, scale, window, std::move(slopes), std::move(lists)), {x},
+             out);
 }
 
 std::shared_ptr<RopeTable> CheckedProgram::rope_table(std::vector<float> inv_freq, float attention_factor) {
@@ -394,6 +400,8 @@ void bind_program(nb::module_& module) {
            "A writable view float32 [max_rows, width] of a buffer; rows a step did not write hold no meaning.")
       .def("set_selected", &CheckedProgram::set_selected, nb::arg("buffer"), nb::arg("selected"),
            "Say of a buffer written from outside whether it holds only the rows of out_rows; for ops added later.")
+      .def("set_sparse_only", &CheckedProgram::set_sparse_only, nb::arg("op"),
+           "Run this op only in steps that have a sparse row.")
       .def("run", run, nb::arg("first"), nb::arg("last"), nb::arg("tokens").noconvert(),
            nb::arg("positions").noconvert(), nb::arg("sequence").noconvert(), nb::arg("sparse").noconvert(),
            nb::arg("out_rows").noconvert(), nb::arg("block_table").noconvert(),

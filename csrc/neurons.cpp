@@ -312,13 +312,14 @@ class PickNeurons final : public Op {
   int items(int, const Batch&) const override { return 1; }
   void run(int, int, int, int, Context& context) override {
     const int words = (neurons_ + kWord - 1) / kWord;
+    const Batch& batch = context.batch;
+    lists_->given = batch.any_sparse();
+    if (!lists_->given) return;
     bits_.assign(static_cast<size_t>(words), 0);
     found_.assign(static_cast<size_t>(4 * words), 0);
-    lists_->given = true;
     lists_->ids.clear();
     lists_->offsets.assign(1, 0);
-    for (int row = 0; row < rows(context.batch); ++row) {
-      const Batch& batch = context.batch;
+    for (int row = 0; row < rows(batch); ++row) {
       if (batch.sparse[selected() ? batch.out_rows[row] : row] != 0) {
         const float* score = context.buffers[scores_] + static_cast<ptrdiff_t>(row) * padded(neurons_);
         kernels_.find_above(score, neurons_, threshold_, false, found_.data());

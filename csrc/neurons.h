@@ -9,17 +9,10 @@
 
 #include "linear.h"
 #include "neuron_kernels.h"
+#include "neuron_lists.h"
 #include "ops.h"
 
 namespace thinfer {
-
-// Neurons asked for before the gate is known: by a caller, or by an op that runs earlier in the program.
-struct NeuronLists {
-  bool given = false;
-  std::vector<int32_t> ids;      // ascending for each row of the batch
-  std::vector<int32_t> offsets;  // row r has ids[offsets[r], offsets[r + 1])
-  int rows() const { return static_cast<int>(offsets.size()) - 1; }
-};
 
 // Storage that the neurons ops of one program share, as they run one after another.
 struct NeuronStorage {
@@ -95,8 +88,8 @@ class NeuronsOp : public Op {
   int gate_count_ = 0;
 };
 
-// The end of a predictor: fills `lists` with the neurons whose score [rows, neurons] is above the threshold (NaN is), in
-// rows that the batch marks as sparse; the others get all.
+// The end of a predictor: fills `lists` with the neurons (or heads) whose score [rows, neurons] is above the threshold (NaN
+// is), in rows that the batch marks as sparse; the others get all. Nothing is listed when no row is sparse.
 std::unique_ptr<Op> make_pick_neurons(const NeuronKernels& kernels, int scores, int neurons, float threshold,
                                       std::shared_ptr<NeuronLists> lists);
 

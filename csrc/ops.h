@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "neuron_lists.h"
 #include "program.h"
 #include "row_source.h"
 
@@ -57,9 +58,9 @@ class RopeTable {
 std::unique_ptr<Op> make_rope(const OpKernels& kernels, int x, int out, Heads heads, std::shared_ptr<RopeTable> table);
 
 // Writes keys and values to the cache, then out [rows, heads * head_dim] = causal attention. window 0: all positions.
-// slopes: one a head, or none (see AttendJob).
+// slopes: one a head, or none (see AttendJob). lists: heads that a row computes, the others are 0; null: all of them.
 std::unique_ptr<Op> make_attention(const OpKernels& kernels, int x, int out, Heads heads, int layer, float scale,
-                                   int window, std::vector<float> slopes);
+                                   int window, std::vector<float> slopes, std::shared_ptr<const NeuronLists> lists = nullptr);
 
 // What an FFN does between its linears: fatrelu is 0 up to the threshold, which others ignore.
 struct Act {

@@ -45,6 +45,7 @@ void Program::run(int first, int last, const Batch& given) {
   const Step step(*pool_);
   Batch batch = given;
   batch.step = ++steps_;
+  const bool any_sparse = batch.any_sparse();
   while (threads_.size() < static_cast<size_t>(pool_->threads())) threads_.push_back(std::make_unique<PerThread>());
   for (const auto& thread : threads_) {
     if (thread->scratch.size() < scratch_bytes_) thread->scratch = Pages(scratch_bytes_);
@@ -53,6 +54,7 @@ void Program::run(int first, int last, const Batch& given) {
   for (int index = first; index < last; ++index) {
     const auto at = static_cast<size_t>(index);
     Op& op = *ops_[at];
+    if (op.sparse_only_ && !any_sparse) continue;
     const Clock::time_point start = profiling_ ? Clock::now() : Clock::time_point();
     op.prepare(batch);
     for (int phase = 0; phase < op.phases(); ++phase) {

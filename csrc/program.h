@@ -1,6 +1,7 @@
 // A program: the ops of a graph in order, over numbered float32 buffers, run in one call per step.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -30,6 +31,8 @@ struct Batch {
   int sequences = 0;
   int max_blocks = 0;
   uint64_t step = 0;  // set by Program::run: another one for each call
+
+  bool any_sparse() const { return sparse != nullptr && std::find(sparse, sparse + rows, uint8_t{1}) != sparse + rows; }
 };
 
 // What one op did on one thread since the counters were last taken.
@@ -77,6 +80,7 @@ class Op {
  private:
   friend class Program;
   bool selected_ = false;
+  bool sparse_only_ = false;
 };
 
 class Program {
@@ -103,6 +107,8 @@ class Program {
   // For a buffer written outside this program: says whether it holds only the rows of batch.out_rows.
   void set_selected(int buffer, bool selected) { selected_[static_cast<size_t>(buffer)] = selected; }
   bool selected(int buffer) const { return selected_[static_cast<size_t>(buffer)] != 0; }
+  // The op runs only in steps that have a sparse row.
+  void set_sparse_only(int index) { op(index).sparse_only_ = true; }
   int ops() const { return static_cast<int>(ops_.size()); }
   Op& op(int index) { return *ops_[static_cast<size_t>(index)]; }
 

@@ -147,6 +147,9 @@ class Program:
         Say of a buffer written from outside whether it holds only the rows of out_rows; for ops added later.
         """
 
+    def set_sparse_only(self, op: int) -> None:
+        """Run this op only in steps that have a sparse row."""
+
     def run(
         self,
         first: int,
@@ -266,11 +269,12 @@ class Program:
         scale: float,
         window: int | None = None,
         slopes: Sequence[float] | None = None,
+        lists: NeuronLists | None = None,
     ) -> int:
         """
         Write the rows' keys and values of q|k|v to the cache, then causal attention: out is heads * head_dim wide.
 
-        slopes: per head, times the distance to a key, is what its score loses (ALiBi).
+        slopes: per head, times the distance to a key, is what its score loses (ALiBi). lists: heads that a row computes; the others are 0.
         """
 
     def op_gated_act(self, x: int, out: int, act: str, ids: Sequence[int] | None = None, threshold: float = 0.0) -> int:

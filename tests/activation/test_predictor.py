@@ -10,6 +10,7 @@ from activation.relu_llama import write_predictable, write_relu
 from thinfer.activation.masked_run import WindowRunner
 from thinfer.activation.predictor import PredictOptions, train_predictors
 from thinfer.core.artifact import Artifact
+from thinfer.core.predictor import selector_of
 from thinfer.engine.llm import LLM
 from thinfer.engine.predictors import PredictedSets, Scorer, load_predictors
 from thinfer.errors import ArtifactError, UsageError
@@ -55,7 +56,7 @@ def test_recall_and_density_are_those_of_the_stored_predictor(model, trained):
         window = llm.encode("The prince bowed 93 times to lady 11, who smiled at room 5. ")
         WindowRunner(llm.engine.model, len(window)).run(window, observe=lambda site, x: seen.update({site: x.copy()}))
     for predictor in predictors:
-        needed = Scorer(predictor).needed(seen[predictor.source])
+        needed = Scorer(predictor.scorer).needed(seen[predictor.source])
         fired = seen[predictor.aim] != 0
         assert (needed & fired).sum() / fired.sum() > 0.9
         assert needed.mean() < 1.7 * fired.mean()
@@ -66,21 +67,25 @@ def test_predictions_act_at_the_aim_and_leave_sinks_alone(model, trained):
     with LLM(model, executor="reference", sparsity=False) as llm:
         predictors = load_predictors(out, llm.engine.model.checkpoint.fingerprint())
         runner = WindowRunner(llm.engine.model, 40)
+
+        def sets(chosen):
+            return PredictedSets(selector_of(chosen), llm.engine.graph)
+
         window = llm.encode("The prince bowed 93 times to lady 11.")[:40]
         dense = runner.run(window)
-        assert (runner.run(window, PredictedSets(predictors, 16))[:4] == dense[:4]).all()
+        assert (runner.run(window, sets(predictors))[:4] == dense[:4]).all()
         # A threshold below all scores names every neuron: exactly the dense result; one above all names none.
         everything = [replace(p, threshold=-1e30) for p in predictors]
-        assert (runner.run(window, PredictedSets(everything, 16)) == dense).all()
+        assert (runner.run(window, sets(everything)) == dense).all()
         nothing = [replace(p, threshold=1e30) for p in predictors]
-        assert not np.allclose(runner.run(window, PredictedSets(nothing, 16))[4:], dense[4:])
+        assert not np.allclose(runner.run(window, sets(nothing))[4:], dense[4:])
 
 
 def test_nan_leaves_nothing_out(model, trained):
     out, _ = trained
     with LLM(model, executor="reference", sparsity=False) as llm:
         predictor = load_predictors(out, llm.engine.model.checkpoint.fingerprint())[0]
-    assert Scorer(predictor).needed(np.full((1, predictor.inputs), np.nan, np.float32)).all()
+    assert Scorer(predictor.scorer).needed(np.full((1, predictor.inputs), np.nan, np.float32)).all()
 
 
 def test_stale_and_missing_predictors_are_refused(model, trained, tmp_path):

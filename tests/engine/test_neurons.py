@@ -8,6 +8,7 @@ import pytest
 
 import tiny_llama
 from thinfer.core.active_set import ActiveSet
+from thinfer.core.graph import split_ffn
 from thinfer.core.neuron_selector import NeuronPredictor, NeuronSelector, StoredMatrix
 from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.options import EngineOptions
@@ -253,6 +254,7 @@ def test_predictors_that_do_not_fit_are_refused(model):
             NeuronPredictor(*arguments)
     with pytest.raises(UsageError, match="not before it"):
         NeuronSelector("predictor", predictors={0: NeuronPredictor((factor,), 0.0, 1)})
+    graph = split_ffn(model.graph, 1, range(32))
     selector = NeuronSelector("predictor", predictors={0: predictor_of(model, 0)})
-    with pytest.raises(UnsupportedError, match="executor cpu"):
-        Engine(model, EngineOptions(executor="reference"), neurons=selector)
+    with pytest.raises(UnsupportedError, match="on one executor"):
+        Engine(model, EngineOptions(), neurons=selector, graph=graph)

@@ -34,7 +34,7 @@ def expected(qkv, shape):
 class Attention:
     """One attention op over its own cache; `step` runs rows of several sequences."""
 
-    def __init__(self, isa, shape, *, threads=1, kv_type="f32", sequences=1, max_rows=TOKENS):
+    def __init__(self, isa, shape, *, threads=1, kv_type="f32", sequences=1, max_rows=TOKENS, lists=None):
         heads, kv_heads, dim, window = shape
         self.per_sequence = -(-TOKENS // 64)
         self.cache = _core.KvCache(2, kv_heads, dim, kv_type)
@@ -44,7 +44,7 @@ class Attention:
         self.program = _core.Program(isa, _core.ThreadPool(threads), max_rows, self.cache)
         self.x = self.program.add_buffer((heads + 2 * kv_heads) * dim)
         self.out = self.program.add_buffer(heads * dim)
-        self.program.op_attention(self.x, self.out, 1, heads, kv_heads, dim, dim**-0.5, window)
+        self.program.op_attention(self.x, self.out, 1, heads, kv_heads, dim, dim**-0.5, window, lists=lists)
 
     def step(self, rows, positions, sequence=None):
         count = len(rows)
@@ -145,3 +145,52 @@ def test_bytes_read_are_counted():
     [counters] = attention.program.take_counters()
     assert counters.name == "attention"
     assert counters.bytes_read == 4 * 64 * 3 * (64 + 64) * 2
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4])
+@pytest.mark.parametrize(("threads", "sizes"), [(1, (TOKENS,)), (2, (1, 40, 7))])
+def test_heads_not_listed_are_zero_and_keep_their_keys(isa, shape, threads, sizes):
+    heads, _, dim, _ = shape
+    qkv = make_qkv(shape)
+    wanted = np.random.default_rng(3).random((TOKENS, heads)) < 0.3
+    lists = _core.NeuronLists()
+    attention = Attention(isa, shape, threads=threads, lists=lists)
+    parts, first = [], 0
+    while first < TOKENS:
+        last = min(TOKENS, first + sizes[len(parts) % len(sizes)])
+        rows, ids = np.nonzero(wanted[first:last])
+        offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=last - first))])
+        lists.set(ids.astype(np.int32), offsets.astype(np.int32))
+        parts.append(attention.step(qkv[first:last], range(first, last)))
+        first = last
+    everything = np.frombuffer(whole(shape, "f32"), np.float32).reshape(TOKENS, heads, dim)
+    result = np.concatenate(parts).reshape(TOKENS, heads, dim)
+    assert np.array_equal(result, np.where(wanted[:, :, None], everything, np.float32(0)))
+    lists.clear()
+    last_row = attention.step(qkv[-1:], [TOKENS - 1])
+    assert np.array_equal(last_row.reshape(heads, dim), everything[-1])
+
+
+def test_heads_of_no_key_are_not_read(isa):
+    shape = SHAPES[1]
+    lists = _core.NeuronLists()
+    attention = Attention(isa, shape, lists=lists)
+    attention.step(make_qkv(shape)[:200], range(200))
+    read = []
+    for heads in ([0, 1, 2, 3], [2]):
+        attention.program.take_counters()
+        lists.set(np.array(heads, np.int32), np.array([0, len(heads)], np.int32))
+        attention.step(make_qkv(shape)[:1], [200])
+        read.append(attention.program.take_counters()[0].bytes_read)
+    assert read[0] == 4 * read[1] > 0
+
+
+def test_lists_of_other_rows_and_heads_are_refused(isa):
+    lists = _core.NeuronLists()
+    attention = Attention(isa, SHAPES[1], lists=lists)
+    lists.set(np.array([0], np.int32), np.array([0, 1], np.int32))
+    with pytest.raises(ValueError, match="listed for 1 rows, the batch has 2"):
+        attention.step(make_qkv(SHAPES[1])[:2], range(2))
+    lists.set(np.array([4], np.int32), np.array([0, 1], np.int32))
+    with pytest.raises(ValueError, match="head 4 of 4"):
+        attention.step(make_qkv(SHAPES[1])[:1], range(1))

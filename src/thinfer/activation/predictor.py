@@ -33,6 +33,7 @@ from thinfer.core.predictor import (
     Predictor,
     StoredType,
     Target,
+    selector_of,
 )
 from thinfer.core.profile import HOT_SHARE, hot_set
 from thinfer.core.whole import require_whole
@@ -189,7 +190,8 @@ def train_predictors(
         tensors: dict[str, Any] = {}
         for predictor, _ in trained:
             tensors |= predictor.to_entry()[1]
-        section = {"entries": [predictor.to_entry()[0] for predictor, _ in trained], "report": report}
+        entries = [predictor.to_entry()[0] for predictor, _ in trained]
+        section = {"sink_tokens": settings.sink_tokens, "entries": entries, "report": report}
         checkpoint = loaded.checkpoint
         base = base_for(model, checkpoint.path, out)
         artifact = Artifact(base, checkpoint.fingerprint(), {PREDICTOR_SECTION: section}, tensors)
@@ -291,7 +293,7 @@ class _Training:
             settings.kind, settings.recall, settings.epochs, settings.batch, settings.lr, settings.device, seed
         )
         predictor = _stored(task, fit(data, start, rank, how), settings.kind, _TYPES[settings.bits])
-        scores = Scorer(predictor).scores(data.check_x)
+        scores = Scorer(predictor.scorer).scores(data.check_x)
         predictor = replace(predictor, threshold=threshold_for(scores, data.check_y, settings.recall))
         found: Predictor = _measured(predictor, data.check_x, data.check_y)["predictor"]
         return found
@@ -324,7 +326,7 @@ def _stored(task: Task, fitted: Fitted, kind: Kind, stored: StoredType) -> Predi
 
 def _measured(predictor: Predictor, x: Float32, y: Bool) -> dict[str, Any]:
     """The predictor with its recall and density on these tokens, and the precision."""
-    scorer = Scorer(predictor)
+    scorer = Scorer(predictor.scorer)
     named, scores = scorer.needed(x), scorer.scores(x)
     right, all_named, all_needed = int((named & y).sum()), int(named.sum()), int(y.sum())
     found = replace(
@@ -364,6 +366,6 @@ def _quality(
     chosen = windows.held_out[: settings.quality_windows]
     for number, window in enumerate(chosen, 1):
         tell(f"quality with the predictions: window {number} of {len(chosen)}")
-        masked = runner.run(window, PredictedSets(predictors, engine.config.head_dim))
+        masked = runner.run(window, PredictedSets(selector_of(predictors), engine.graph))
         comparison.add(window, runner.run(window), masked, settings.sink_tokens)
     return comparison.result() | {"predictors": len(predictors)}

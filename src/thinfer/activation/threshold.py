@@ -13,11 +13,10 @@ from thinfer.activation.search import Rates, RateSearch, Trial
 from thinfer.calibration.observer import ScoreHistogram, ScoreObserver
 from thinfer.calibration.text import TokenWindows, token_windows
 from thinfer.core.artifact import Artifact, base_for, require_writable
-from thinfer.core.selector import ThresholdSelector
+from thinfer.core.selector import SELECTOR_SECTION, ThresholdSelector
 from thinfer.core.whole import require_whole
 from thinfer.engine.llm import LLM
 from thinfer.engine.runtime import Engine, Work
-from thinfer.engine.thresholds import SELECTOR_SECTION
 from thinfer.errors import UsageError
 
 Allocation = Literal["uniform", "greedy"]

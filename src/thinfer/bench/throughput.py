@@ -15,7 +15,8 @@ from typing import Any
 from thinfer.bench.machine import commit, cpu
 from thinfer.bench.worker import Sample, Worker
 from thinfer.core.artifact import read_document
-from thinfer.engine.thresholds import find_selector
+from thinfer.engine.artifacts import find_artifact
+from thinfer.engine.options import EngineOptions
 from thinfer.errors import UsageError
 from thinfer.formats.checkpoint import Checkpoint, open_checkpoint
 
@@ -96,7 +97,7 @@ def model_facts(reference: str, checkpoint: Checkpoint, *, sparse: bool) -> dict
             count *= size
         parameters += count
     sparsity = 0.0
-    found = find_selector(checkpoint, sparse)
+    found = find_artifact(checkpoint, EngineOptions(sparsity=sparse))
     if found.selector is not None and found.folder is not None:
         sparsity = calibrated_sparsity(read_document(found.folder)["sections"])
     return {

@@ -63,7 +63,9 @@ class Neurons(StrEnum):
     off = "off"
 
 
-MODEL_HELP = "A .gguf file, a Hugging Face folder, a folder written by `thinfer calibrate`, or a hub id."
+MODEL_HELP = (
+    "A .gguf file, a Hugging Face folder, a folder that `thinfer calibrate` or `predict train` wrote, or a hub id."
+)
 
 Model = Annotated[str | None, typer.Option("--model", "-m", help=MODEL_HELP)]
 Threads = Annotated[

@@ -21,6 +21,7 @@ from thinfer.errors import ArtifactError, UsageError
 JSON_NAME = "thinfer.json"
 TENSORS_NAME = "thinfer.safetensors"
 _VERSION = 1
+_MADE_BY = {"selector": "calibrate", "profile": "profile", "predictors": "predict train"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +94,10 @@ class Artifact:
     def check(self, fingerprint: str) -> None:
         """Raise ArtifactError unless this artifact was made for the checkpoint with this fingerprint."""
         if fingerprint != self.fingerprint:
+            made = [verb for section, verb in _MADE_BY.items() if section in self.sections] or ["calibrate"]
             raise ArtifactError(
                 f"stale artifact: made for weights {self.fingerprint[:12]}, but {self.base} now has "
-                f"{fingerprint[:12]}; calibrate again"
+                f"{fingerprint[:12]}; run thinfer {' and thinfer '.join(made)} again"
             )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from thinfer.core.neuron_selector import SINK_TOKENS, NeuronPredictor, NeuronSelector, StoredMatrix
 from thinfer.errors import ArtifactError
 
 Target = Literal["neurons", "heads"]
@@ -99,6 +101,9 @@ class Predictor:
             if getattr(self, name).shape != shape:
                 found = getattr(self, name).shape
                 raise ArtifactError(f"{self.name}: {name} has shape {found}, not {shape}; train the predictors again")
+        begin, _, rest = self.source.partition(".")
+        if begin != "layers" or not rest.partition(".")[0].isdecimal():
+            raise ArtifactError(f"{self.name}: reads {self.source}, which is no layer's; train the predictors again")
 
     @property
     def name(self) -> str:
@@ -120,6 +125,21 @@ class Predictor:
         """Whether it was good enough on held-out text to be used: recall 0.95 at 1.5 times the true density at most."""
         return self.recall >= COUNTS_RECALL and self.density <= COUNTS_DENSITY * self.true_density
 
+    @property
+    def scorer(self) -> NeuronPredictor:
+        """What the engine runs: the same scores, shifted so that the threshold is 0."""
+        return NeuronPredictor(
+            factors=(
+                StoredMatrix(self.first, self.type, self.inputs),
+                StoredMatrix(self.second, self.type, self.rank),
+            ),
+            threshold=0.0,
+            source=int(self.source.split(".")[1]),
+            hidden_act="relu" if self.kind == "mlp" else "none",
+            bias=self.bias - np.float32(self.threshold),
+            density=self.density,
+        )
+
     def to_entry(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """The JSON entry and the tensors under which an Artifact stores this predictor."""
         entry = {name: getattr(self, name) for name in _FIELDS}
@@ -138,3 +158,25 @@ class Predictor:
             raise ArtifactError(
                 f"a predictor of the artifact is damaged: {error!r}; train the predictors again"
             ) from error
+
+
+def selector_of(
+    predictors: Iterable[Predictor],
+    *,
+    rates: Mapping[int, float] = MappingProxyType({}),
+    site_rates: Mapping[str, float] = MappingProxyType({}),
+    sink_tokens: int = SINK_TOKENS,
+) -> NeuronSelector:
+    """The selector that runs these predictors, or what fires where there are none; see NeuronSelector for the rest.
+
+    Example: `selector_of(p for p in found if p.counts).kind` is "predictor" or "exact".
+    """
+    chosen = {(each.target, each.layer): each.scorer for each in predictors}
+    return NeuronSelector(
+        "predictor" if chosen else "exact",
+        rates=rates,
+        site_rates=site_rates,
+        predictors={layer: scorer for (target, layer), scorer in chosen.items() if target == "neurons"},
+        heads={layer: scorer for (target, layer), scorer in chosen.items() if target == "heads"},
+        sink_tokens=sink_tokens,
+    )

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from thinfer.errors import ArtifactError
 
+SELECTOR_SECTION = "selector"
 _METHODS = ("teal", "wina")
 
 

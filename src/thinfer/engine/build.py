@@ -9,6 +9,7 @@ from thinfer.engine.executor import Executor
 from thinfer.engine.hybrid import HybridExecutor
 from thinfer.engine.kv_cache import KvLayout
 from thinfer.engine.options import EngineOptions
+from thinfer.engine.predictors import PredictedSets
 from thinfer.engine.reference import ReferenceExecutor
 from thinfer.errors import UnsupportedError
 from thinfer.models.loader import Model
@@ -35,6 +36,8 @@ def build_executor(
     elif "cpu" in names and find_spec("thinfer._core") is None:
         names = {"reference"}
         notes.append("executor  reference (NumPy, slow): the native part is not built; `make setup` builds it")
+    if len(names) > 1 and neurons is not None and neurons.predicts:
+        raise UnsupportedError("predictors need all of the graph on one executor; run without them: neurons='off'")
     built = {name: _build_one(name, model, graph, layout, options, selector, neurons) for name in sorted(names)}
     if len(built) == 1:
         return next(iter(built.values())), notes
@@ -51,9 +54,8 @@ def _build_one(
     neurons: NeuronSelector | None,
 ) -> Executor:
     if name == "reference":
-        if neurons is not None and neurons.predictors:
-            raise UnsupportedError("the NumPy executor runs no predictors: choose executor cpu")
-        return ReferenceExecutor(model, layout, graph=graph, selector=selector)
+        predicted = PredictedSets(neurons, graph) if neurons is not None and neurons.predicts else None
+        return ReferenceExecutor(model, layout, graph=graph, selector=selector, predicted=predicted)
     if name != "cpu":
         raise UnsupportedError(f"executor {name!r} is unknown; the executors are cpu, reference")
     if find_spec("thinfer._core") is None:

@@ -259,14 +259,14 @@ class CpuExecutor:
     def _collect(self) -> None:
         kinds = {ops[-1]: node for node, ops in zip(self._nodes, self._op, strict=True) if node is not None and ops}
         for index, counter in enumerate(self._program.take_counters()):
-            if index not in kinds:
-                self._lists.count(index, counter, self._counts)
-                continue
-            node = kinds[index]
-            kind = node.attrs["kind"] if node.op in _READERS else node.op
+            node = kinds.get(index)
+            kind = "predictor" if node is None else node.attrs["kind"] if node.op in _READERS else node.op
             times = self._times.setdefault(kind, [0, 0, 0])
             for place, value in enumerate((counter.calls, counter.nanoseconds, counter.bytes_read)):
                 times[place] += value
+            if node is None:
+                self._lists.count(index, counter, self._counts)
+                continue
             if node.op in _READERS and counter.channels_total:
                 # The head runs for chosen rows only, and never under a threshold.
                 whole = sum(matrix.nbytes for matrix in self._packed[node.output]) * counter.calls
@@ -370,6 +370,7 @@ class CpuExecutor:
                 scale=attrs["scale"],
                 window=attrs["window"],
                 slopes=attrs.get("slopes"),
+                lists=self._lists.heads(attrs["layer"]),
                 **heads,
             )
         if node.op in ("gated_act", "act"):
@@ -403,11 +404,11 @@ class CpuExecutor:
         ]
 
     def _add_predictors(self, node: Node) -> None:
-        """What reads the input of an FFN, before the FFN itself."""
-        if node.op in _READERS and node.attrs["kind"] in ("gate_up", "up"):
+        """What reads the input of an FFN or an attention, before these."""
+        if node.op in _READERS and node.attrs["kind"] in ("gate_up", "up", "qkv"):
             source = self._buffers[node.inputs[0]]
-            options = self._options.activations
-            self._lists.add_predictors(self._program, node.attrs["layer"], source, self._pool, self._arena, options)
+            kind, layer, activations = node.attrs["kind"], node.attrs["layer"], self._options.activations
+            self._lists.add_predictors(self._program, kind, layer, source, self._pool, self._arena, activations)
 
     def _add_neurons(self, node: Node, inputs: Sequence[int], out: int) -> int:
         """Neurons whose gate is another buffer (their one weight is up), or all of a listed FFN's."""

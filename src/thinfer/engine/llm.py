@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, overload
 from thinfer.core.config import ModelConfig
 from thinfer.core.request import RequestOutput, StreamChunk
 from thinfer.core.sampling import SamplingParams
+from thinfer.engine.artifacts import find_artifact
 from thinfer.engine.options import EngineOptions
 from thinfer.engine.request import Request
 from thinfer.engine.runtime import Cancel, Engine, is_cancelled
 from thinfer.engine.scheduler import Scheduler
-from thinfer.engine.thresholds import find_selector
 from thinfer.errors import CheckpointError, UsageError
 from thinfer.formats.checkpoint import open_checkpoint
 from thinfer.models.loader import load_model
@@ -30,9 +30,9 @@ Message = Mapping[str, Any]
 class LLM:
     """A model ready to generate.
 
-    Thresholds in a thinfer folder, or beside the model, act at decode unless ``sparsity=False``; those made for other
-    weights raise ArtifactError. Use it as a context manager, or call `close`, to give the memory back. Threads may
-    share a model: their steps take turns, and none changes what another gets.
+    Thresholds and predictors in a thinfer folder, or beside the model, act at decode unless ``sparsity=False``; those
+    made for other weights raise ArtifactError. Use it as a context manager, or call `close`, to give the memory back.
+    Threads may share a model: their steps take turns, and none changes what another gets.
 
     Attributes:
         engine: steps, counters, `describe`.
@@ -59,11 +59,13 @@ class LLM:
         self._checkpoint = open_checkpoint(model)
         try:
             loaded = load_model(self._checkpoint)
-            found = find_selector(self._checkpoint, self.options.sparsity)
+            found = find_artifact(self._checkpoint, self.options)
             self.tokenizer = Tokenizer.from_checkpoint(self._checkpoint)
             self._chat_template = chat_template
             self.default_params = sampling_defaults(self._checkpoint.generation_config)
-            self.engine = Engine(loaded, self.options, selector=found.selector, notes=found.notes)
+            self.engine = Engine(
+                loaded, self.options, selector=found.selector, neurons=found.neurons, notes=found.notes
+            )
         except BaseException:
             self._checkpoint.close()
             raise

@@ -1,4 +1,4 @@
-"""Lists of neurons in the native executor: given from outside, or filled by predictors that run in the program."""
+"""Lists of neurons and heads in the native executor: given from outside, or filled by predictors of the program."""
 
 from __future__ import annotations
 
@@ -17,26 +17,30 @@ from thinfer.errors import UsageError
 
 
 class NeuronLists:
-    """The lists of the layers that take one; a predictor's ops run before the FFN whose input it reads.
+    """The lists of the layers that take one; a predictor's ops run before the linear whose input it reads.
 
     Example: `NeuronLists(NeuronSelector("given"), ffns).set(3, active, graph)`.
     """
 
     def __init__(self, selector: NeuronSelector | None, ffns: Sequence[NeuronFfn]) -> None:
-        self._selector = selector
+        self._selector = selector or NeuronSelector()
         self._ffns = {ffn.layer: ffn for ffn in ffns if ffn.listed}
         self._lists = {layer: _core.NeuronLists() for layer in self._ffns}
-        self._pending = dict(selector.predictors) if selector is not None else {}
-        self._ops: dict[int, int] = {}
+        self._heads = {layer: _core.NeuronLists() for layer in self._selector.heads}
+        self._sites: dict[int, str] = {}
 
     def of(self, layer: int) -> _core.NeuronLists | None:
-        """The layer's list; None where it takes none."""
+        """The list of a layer's neurons; None where it takes none."""
         return self._lists.get(layer)
+
+    def heads(self, layer: int) -> _core.NeuronLists | None:
+        """The list of a layer's heads; None where all are computed."""
+        return self._heads.get(layer)
 
     def set(self, layer: int, active: ActiveSet | None, graph: Graph) -> None:
         """Fill a layer's list; UsageError when it takes none or has another number of neurons."""
         lists = self._lists.get(layer)
-        if lists is None or (self._selector is not None and self._selector.predictors):
+        if lists is None or self._selector.predictors:
             raise UsageError(
                 f"layer {layer} takes no list of neurons; make the engine with neurons=NeuronSelector('given')"
             )
@@ -51,45 +55,52 @@ class NeuronLists:
     def add_predictors(
         self,
         program: _core.Program,
+        kind: str,
         layer: int,
         x: int,
         pool: _core.ThreadPool,
         arena: _core.Arena,
         activations: ActivationType,
     ) -> None:
-        """Add the ops of the predictors that read this layer's FFN input, buffer `x`."""
-        for target in [target for target, predictor in self._pending.items() if predictor.source == layer]:
-            predictor = self._pending.pop(target)
-            if target in self._lists:
-                self._add(program, target, predictor, x, pool, arena, activations)
+        """Add the ops of the predictors that read what this layer's linear of a kind reads, buffer `x`."""
+        heads = kind == "qkv"
+        lists = self._heads if heads else self._lists
+        for target, predictor in (self._selector.heads if heads else self._selector.predictors).items():
+            if predictor.source == layer and target in lists:
+                site = f"layers.{target}.{'head_predictor' if heads else 'predictor'}"
+                ops = _add(program, predictor, x, lists[target], pool, arena, activations)
+                self._sites |= dict.fromkeys(ops, site)
 
     def count(self, op: int, counter: _core.OpCounters, counts: dict[str, LinearCount]) -> None:
-        """Add what an op of a predictor read to its site, "layers.3.predictor"."""
-        layer = self._ops[op]
+        """Add what an op of a predictor read to its site, "layers.3.predictor" or "layers.3.head_predictor"."""
         read = LinearCount(counter.channels_active, counter.channels_total, counter.bytes_read, 0)
-        counts.setdefault(f"layers.{layer}.predictor", LinearCount()).add(read)
+        counts.setdefault(self._sites[op], LinearCount()).add(read)
 
-    def _add(
-        self,
-        program: _core.Program,
-        layer: int,
-        predictor: NeuronPredictor,
-        x: int,
-        pool: _core.ThreadPool,
-        arena: _core.Arena,
-        activations: ActivationType,
-    ) -> None:
-        last = len(predictor.factors) - 1
-        for index, factor in enumerate(predictor.factors):
-            matrix = _pack(factor, pool, arena)
-            out = program.add_buffer(len(factor.raw))
-            bias = None if index < last or predictor.bias is None else np.ascontiguousarray(predictor.bias, np.float32)
-            self._ops[program.op_linear(x, out, [matrix], bias, activations)] = layer
-            x = out
-            if index < last and predictor.hidden_act == "relu":
-                x = program.add_buffer(len(factor.raw))
-                self._ops[program.op_act(out, x, "relu")] = layer
-        self._ops[program.op_pick_neurons(x, predictor.threshold, self._lists[layer])] = layer
+
+def _add(
+    program: _core.Program,
+    predictor: NeuronPredictor,
+    x: int,
+    lists: _core.NeuronLists,
+    pool: _core.ThreadPool,
+    arena: _core.Arena,
+    activations: ActivationType,
+) -> list[int]:
+    """The ops of one predictor, which fill its lists."""
+    ops = []
+    last = len(predictor.factors) - 1
+    for index, factor in enumerate(predictor.factors):
+        out = program.add_buffer(len(factor.raw))
+        bias = None if index < last or predictor.bias is None else np.ascontiguousarray(predictor.bias, np.float32)
+        ops.append(program.op_linear(x, out, [_pack(factor, pool, arena)], bias, activations))
+        x = out
+        if index < last and predictor.hidden_act == "relu":
+            x = program.add_buffer(len(factor.raw))
+            ops.append(program.op_act(out, x, "relu"))
+    for op in ops:
+        # Where no row is sparse nothing is left out, so nothing need be predicted.
+        program.set_sparse_only(op)
+    return [*ops, program.op_pick_neurons(x, predictor.threshold, lists)]
 
 
 def _pack(factor: StoredMatrix, pool: _core.ThreadPool, arena: _core.Arena) -> _core.PackedMatrix:

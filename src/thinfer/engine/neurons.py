@@ -26,6 +26,9 @@ ASSUMED_RATE = 0.65
 ASSUMED_NORM_RATE = 0.5
 """Of channels that are 0 after a norm and a ReLU: a norm's outputs are about as often below 0 as above."""
 
+ASSUMED_HEAD_RATE = 0.5
+"""Of heads that a predictor leaves out, where it does not say."""
+
 
 @dataclass(frozen=True, slots=True)
 class NeuronFfn:
@@ -83,14 +86,22 @@ def zero_sites(
 ) -> dict[str, tuple[float, bool]]:
     """Sites whose inputs hold exact zeros: the fraction expected, and whether that is a guess.
 
-    They are the down linears of these FFNs, and what follows a ReLU after a norm (stage 2 of arxiv.org/abs/2310.04564).
+    They are the down linears of these FFNs, what follows a ReLU after a norm (stage 2 of arxiv.org/abs/2310.04564), and
+    output projections of layers whose heads are predicted.
     """
     sites = {nodes[ffn.first + 2].attrs["site"]: (ffn.rate, ffn.assumed) for ffn in ffns}
     if selector is not None:
         rectified = {node.output for node in nodes if node.op == "act" and node.attrs["act"] in ZERO_ACTS}
         for node in nodes:
             if node.op == "linear" and node.inputs[0] in rectified and node.attrs["kind"] != "lm_head":
-                sites.setdefault(node.attrs["site"], (ASSUMED_NORM_RATE, True))
+                rate = selector.site_rates.get(node.attrs["site"])
+                sites.setdefault(node.attrs["site"], (ASSUMED_NORM_RATE if rate is None else rate, rate is None))
+            heads = (
+                selector.heads.get(node.attrs["layer"]) if node.op == "linear" and node.attrs["kind"] == "o" else None
+            )
+            if heads is not None:
+                density = heads.density
+                sites[node.attrs["site"]] = (ASSUMED_HEAD_RATE if density is None else 1 - density, density is None)
     return sites
 
 
@@ -152,6 +163,8 @@ def with_neurons(graph: Graph, ffns: Sequence[NeuronFfn]) -> tuple[list[Node | N
 
 def describe_neurons(ffns: Sequence[NeuronFfn], skipping: int, selector: NeuronSelector | None) -> Iterator[str]:
     """The line for start-up: what decides which neurons are computed, and in how many layers."""
+    if selector is not None and selector.heads:
+        yield f"heads     predictor: {len(selector.heads)} layers compute only those predicted"
     if not ffns or selector is None:
         return
     listed = sum(ffn.listed for ffn in ffns)

@@ -1,12 +1,14 @@
 """Finds predictors that belong to a checkpoint, and evaluates them: the NumPy definition of what they name."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thinfer.core.artifact import Artifact
+from thinfer.core.graph import Graph
+from thinfer.core.neuron_selector import NeuronPredictor, NeuronSelector
 from thinfer.core.predictor import PREDICTOR_SECTION, Predictor
 from thinfer.errors import ArtifactError
 
@@ -27,10 +29,15 @@ def load_predictors(folder: str | Path, fingerprint: str) -> list[Predictor]:
     Example: `load_predictors("predictors", model.checkpoint.fingerprint())`.
     """
     artifact = Artifact.read(folder)
-    section = artifact.sections.get(PREDICTOR_SECTION)
-    if section is None:
+    if PREDICTOR_SECTION not in artifact.sections:
         raise ArtifactError(f"{folder}: holds no predictors; make them with thinfer predict train")
     artifact.check(fingerprint)
+    return stored_predictors(artifact, folder)
+
+
+def stored_predictors(artifact: Artifact, folder: str | Path) -> list[Predictor]:
+    """The predictors in an artifact that was read from this folder; ArtifactError when they are damaged."""
+    section = artifact.sections[PREDICTOR_SECTION]
     entries = section.get("entries") if isinstance(section, Mapping) else None
     if not isinstance(entries, list) or not all(isinstance(entry, Mapping) for entry in entries):
         raise ArtifactError(f"{folder}: the section of the predictors is damaged; train the predictors again")
@@ -40,51 +47,53 @@ def load_predictors(folder: str | Path, fingerprint: str) -> list[Predictor]:
 class Scorer:
     """A predictor with its matrices decoded to float32.
 
-    Example: `Scorer(predictor).needed(x)` for x [M, inputs] gives bool [M, outputs].
+    Example: `Scorer(predictor.scorer).needed(x)` for x [M, inputs] gives bool [M, outputs].
     """
 
-    def __init__(self, predictor: Predictor) -> None:
-        self.predictor = predictor
-        self._first = _decode(predictor.first, predictor.type)
-        self._second = _decode(predictor.second, predictor.type)
+    def __init__(self, predictor: NeuronPredictor) -> None:
+        self._predictor = predictor
+        self._factors = [_decode(factor.raw, factor.type) for factor in predictor.factors]
 
     def scores(self, x: Float32) -> Float32:
         """Scores float32 [M, outputs] of inputs [M, inputs]."""
-        hidden: Float32 = x @ self._first.T
-        if self.predictor.kind == "mlp":
-            np.maximum(hidden, 0, out=hidden)
-        scores: Float32 = hidden @ self._second.T + self.predictor.bias
-        return scores
+        for index, factor in enumerate(self._factors):
+            if index and self._predictor.hidden_act == "relu":
+                x = np.maximum(x, 0)
+            x = x @ factor.T
+        return x if self._predictor.bias is None else x + self._predictor.bias
 
     def needed(self, x: Float32) -> Bool:
         """Which outputs [M, outputs] are needed. A NaN leaves nothing out."""
-        needed: Bool = ~(self.scores(x) <= np.float32(self.predictor.threshold))
+        needed: Bool = ~(self.scores(x) <= np.float32(self._predictor.threshold))
         return needed
 
 
 class PredictedSets:
     """A ChannelMask of predictors: what they read they see at its own site, and act where they aim.
 
-    Neurons are left out at the input of `down`, heads at that of `o`, ``head_dim`` channels each.
+    Neurons are left out at the input of `down`, heads at that of `o`.
 
-    Example: `executor.set_selector(PredictedSets(predictors, head_dim=64))`.
+    Example: `executor.set_selector(PredictedSets(NeuronSelector("predictor", predictors=found), graph))`.
     """
 
-    def __init__(self, predictors: Iterable[Predictor], head_dim: int) -> None:
-        self._head_dim = head_dim
-        self._sources: dict[str, list[Scorer]] = {}
+    def __init__(self, selector: NeuronSelector, graph: Graph) -> None:
+        linears = {(n.attrs["kind"], n.attrs["layer"]): n.attrs["site"] for n in graph.nodes if n.op == "linear"}
+        widths = {n.attrs["layer"]: n.attrs["head_dim"] for n in graph.nodes if n.op == "attention"}
+        self._sources: dict[str, list[tuple[str, int, Scorer]]] = {}
         self._needed: dict[str, Bool] = {}
-        for predictor in predictors:
-            self._sources.setdefault(predictor.source, []).append(Scorer(predictor))
+        kinds = ((selector.predictors, ("gate_up", "up"), "down"), (selector.heads, ("qkv",), "o"))
+        for predictors, sources, aim in kinds:
+            for layer, predictor in predictors.items():
+                source = next(
+                    linears[kind, predictor.source] for kind in sources if (kind, predictor.source) in linears
+                )
+                width = widths[layer] if aim == "o" else 1
+                self._sources.setdefault(source, []).append((linears[aim, layer], width, Scorer(predictor)))
 
     def keep(self, site: str, x: Float32, columns: Sequence[int] | None = None) -> Bool | None:
         """What was predicted for this site, and new predictions from what it shows."""
-        for scorer in self._sources.get(site, ()):
-            predictor = scorer.predictor
-            needed = scorer.needed(x)
-            if predictor.target == "heads":
-                needed = np.repeat(needed, self._head_dim, axis=1)
-            self._needed[predictor.aim] = needed
+        for aim, width, scorer in self._sources.get(site, ()):
+            self._needed[aim] = np.repeat(scorer.needed(x), width, axis=1)
         mask = self._needed.pop(site, None)
         return mask if mask is None or columns is None else mask[:, list(columns)]
 

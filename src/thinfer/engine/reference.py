@@ -34,7 +34,7 @@ class ReferenceExecutor:
     """Runs nodes one by one; weights are decoded to float32 when first used and then kept.
 
     Keys and values are float32 whatever the layout's type, and committed when first written. `graph` None is the
-    model's own.
+    model's own. In sparse rows only what both `selector` and `predicted` keep is multiplied.
 
     Example: `ReferenceExecutor(model, KvLayout(num_blocks=16)).run(batch)`.
     """
@@ -48,11 +48,13 @@ class ReferenceExecutor:
         *,
         graph: Graph | None = None,
         selector: ChannelMask | None = None,
+        predicted: ChannelMask | None = None,
     ) -> None:
         self._model = model
         self._layout = layout
         self._graph = graph or model.graph
         self._selector = selector
+        self._predicted = predicted
         self._decoded: dict[str, Float32] = {}
         self._parts: dict[str, list[Float32]] = {}
         self._cache: dict[int, tuple[Float32, Float32]] = {}
@@ -170,10 +172,11 @@ class ReferenceExecutor:
                 raise UsageError(f"{site} is split between executors and cannot be observed; use the unsplit graph")
             observe(site, x)
         active = x.size
-        if self._selector is not None and kind != "lm_head" and batch.sparse.any():
-            keep = self._selector.keep(site, x, columns)
-            if keep is not None:
-                keep |= batch.sparse[:, None] == 0
+        if kind != "lm_head" and batch.sparse.any():
+            masks = [mask.keep(site, x, columns) for mask in (self._selector, self._predicted) if mask is not None]
+            kept = [mask for mask in masks if mask is not None]
+            if kept:
+                keep = np.logical_and.reduce(kept) | (batch.sparse[:, None] == 0)
                 x = np.where(keep, x, np.float32(0))
                 active = int(np.count_nonzero(keep))
         weights, biases = self._weights(node)

@@ -152,7 +152,7 @@ class Engine:
         # The executor has one set of buffers; reentrant, because what a step calls back may ask the engine.
         self._lock = threading.RLock()
         self._selector = selector
-        self._predicted = neurons if neurons is not None and neurons.predictors else None
+        self._predicted = neurons if neurons is not None and neurons.predicts else None
 
     @property
     def selector(self) -> ThresholdSelector | None:
@@ -295,7 +295,10 @@ class Engine:
             "committed when used (kv_tokens)",
         ]
         if self._selector is None:
-            lines.append("sparsity  none: every row is dense")
+            sinks = "" if self._predicted is None else f"; first {self._predicted.sink_tokens} tokens dense"
+            lines.append(
+                f"sparsity  {f'predicted, decode; prefill dense{sinks}' if sinks else 'none: every row is dense'}"
+            )
         else:
             where = "decode and prefill" if self._selector.prefill else "decode; prefill dense"
             lines.append(
