@@ -10,10 +10,9 @@ see the same windows in the same order and have the same schedule; the ReLU mode
 What it costs: a layer has 98,304 weights of attention and 442,368 of the FFN, so the blocks have 3.24 million and the
 head 49,536. Forward and backward take 6 operations a weight and token, 19.8 million; attention over 256 tokens takes
 12 · 192 · 256 a layer and token, 3.5 million in all where the half that is masked is computed too. That is 23.3 million
-a token. 2600 steps of 8 windows of 256 tokens are 5.3 million tokens, half of the text, and 1.24e14 operations: 52
-minutes at the 40 GFLOP/s that two cores reach. Both twins take 104 minutes, and 25 measurements of 64 windows each,
-0.13 TFLOP, another 3. The rest of two hours is for AdamW (3.3 million numbers, 10 ms a step: 1 minute) and the
-elementwise work that no product hides.
+a token. 1200 steps of 8 windows of 256 tokens are 2.5 million tokens, a quarter of the text, and 5.7e13 operations: 24
+minutes at the 40 GFLOP/s that two cores reach, for each twin; 39 and 36 minutes were measured on one core of a busy
+machine (`--threads 1`). models/relu-bytes-3m is the ReLU model of that run.
 
 Text: the standard library of the Python that runs this (without its tests), or the files of `--text`. One file in 20,
 chosen by the hash of its name, is never trained on: bits per byte are measured there, on windows of 255 bytes behind
@@ -304,7 +303,7 @@ library_name: transformers
 
 {report["parameters"]:,} parameters, {settings["layers"]} layers of {settings["hidden"]} with {settings["neurons"]}
 gated neurons each; trained from random weights by `scripts/train_relu_model.py` of thinfer on
-{report["tokens"]:,} tokens of the {text["source"]} (SHA-256 {text["sha256"][:16]}…), {report["threads"]} threads.
+{report["tokens"]:,} tokens of the {text["source"]} (SHA-256 {text["sha256"][:16]}…), {report["threads"]} thread{"s" * (report["threads"] > 1)}.
 Tokens are bytes; contexts of up to {settings["length"]} were trained. It writes text that looks like Python and is good
 for nothing else: it is here so that sparsity, predictors and their quality can be shown on a real model.
 
@@ -354,7 +353,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--out", type=Path, required=True, help="folder of both results and their states")
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="files instead of the standard library")
-    parser.add_argument("--steps", type=positive, default=2600)
+    parser.add_argument("--steps", type=positive, default=1200)
     parser.add_argument("--batch", type=positive, default=8, help="windows of one step")
     parser.add_argument("--length", type=int, default=256, help="tokens of a window, with the begin token")
     parser.add_argument("--lr", type=float, default=2e-3)
@@ -364,7 +363,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     for name, value in asdict(shape).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=positive, default=value)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--eval-points", type=positive, default=25)
+    parser.add_argument("--eval-points", type=positive, default=12)
     parser.add_argument("--eval-windows", type=positive, default=512, help="held-out windows of the final figures")
     parser.add_argument("--checkpoint-minutes", type=float, default=3.0)
     parser.add_argument("--threads", type=positive, default=2)
