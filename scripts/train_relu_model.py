@@ -303,7 +303,7 @@ library_name: transformers
 
 {report["parameters"]:,} parameters, {settings["layers"]} layers of {settings["hidden"]} with {settings["neurons"]}
 gated neurons each; trained from random weights by `scripts/train_relu_model.py` of thinfer on
-{report["tokens"]:,} tokens of the {text["source"]} (SHA-256 {text["sha256"][:16]}…), {report["threads"]} thread{"s" * (report["threads"] > 1)}.
+{report["tokens"]:,} tokens of the {text["source"]} (SHA-256 {text["sha256"][:16]}…); threads: {report["threads"]}.
 Tokens are bytes; contexts of up to {settings["length"]} were trained. It writes text that looks like Python and is good
 for nothing else: it is here so that sparsity, predictors and their quality can be shown on a real model.
 
