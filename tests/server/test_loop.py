@@ -1,6 +1,7 @@
 """The engine thread: requests in, chunks out, failures that end one or all, and an end that leaves nothing behind."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 
 import pytest
@@ -35,7 +36,7 @@ async def text(ticket):
     await ticket.admitted()
     chunks = []
     while new := await ticket.take():
-        chunks += new
+        chunks += [chunk for _, chunk in new]
     if chunks[-1].error is not None:
         raise chunks[-1].error
     return "".join(chunk.text for chunk in chunks)
@@ -148,7 +149,46 @@ def test_the_end_cancels_what_runs(llm):
             await loop.stop()
             chunks = []
             while new := await ticket.take():
-                chunks += new
+                chunks += [chunk for _, chunk in new]
             assert chunks[-1].finish_reason == "cancelled"
 
     asyncio.run(main())
+
+
+def test_what_is_not_streamed_comes_with_the_last_and_has_its_times(llm):
+    async def main():
+        async with running(llm) as loop:
+            (ticket,) = loop.submit([Prompt([1, 2], GREEDY)], streamed=False)
+            pieces = []
+            while new := await ticket.take():
+                pieces.append(new)
+            return pieces
+
+    pieces = asyncio.run(main())
+    # The first token may come with the news that the request was taken.
+    assert len(pieces) <= 2
+    whole = sum(pieces, [])
+    assert sum(len(chunk.token_ids) for _, chunk in whole) == GREEDY.max_tokens
+    times = [at for at, _ in whole]
+    assert times == sorted(times)
+    assert len(set(times)) > 1
+
+
+def test_the_first_token_of_a_stream_is_not_held_and_quick_ones_come_together(llm):
+    async def main():
+        async with running(llm) as loop:
+            (ticket,) = loop.submit([Prompt([1, 2], LONG)])
+            first = await ticket.take()
+            wakes, tokens, begun = 0, 0, time.perf_counter()
+            while new := await ticket.take():
+                wakes += 1
+                tokens += sum(len(chunk.token_ids) for _, chunk in new)
+                if new[-1][1].finish_reason is not None:
+                    break
+            return first, wakes, tokens, time.perf_counter() - begun
+
+    first, wakes, tokens, seconds = asyncio.run(main())
+    assert sum(len(chunk.token_ids) for _, chunk in first) == 1
+    # One wake-up each 8 ms at most, and two for how it ends; the tiny model makes a token much faster.
+    assert wakes <= seconds / 0.008 * 2 + 2
+    assert wakes < tokens

@@ -33,7 +33,8 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     # Rendering, tokenizing and compiling a grammar take their time, and other requests' tokens must not wait for it.
     ids, params = await asyncio.to_thread(_prepare, model, body)
     continues = bool(body.continue_final_message)
-    job = Job(state, model, [Prompt(ids, each, continues) for each in params], choices=len(params))
+    prompts = [Prompt(ids, each, continues) for each in params]
+    job = Job(state, model, prompts, choices=len(params), streamed=bool(body.stream))
     chat = _Chat(state, model, body, job)
     if body.stream:
         await job.admitted()

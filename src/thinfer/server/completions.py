@@ -36,7 +36,14 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         for item, each in zip(given, ids, strict=True)
         for settings in params
     ]
-    job = Job(state, model, prompts, choices=len(params), scores_only=body.max_tokens == 0)
+    job = Job(
+        state,
+        model,
+        prompts,
+        choices=len(params),
+        streamed=bool(body.stream),
+        scores_only=body.max_tokens == 0,
+    )
     if body.stream:
         await job.admitted()
         return event_stream(state, job, texts.events(job))

@@ -34,11 +34,11 @@ class Output:
     timings: Timings | None = None
 
     @classmethod
-    def joined(cls, chunks: Sequence[StreamChunk], clock: RequestClock) -> "Output":
+    def joined(cls, chunks: Sequence[tuple[float, StreamChunk]], clock: RequestClock) -> "Output":
         """Several chunks as one; what failed in the engine is raised."""
         output = cls()
-        for chunk in chunks:
-            clock.see(chunk)
+        for at, chunk in chunks:
+            clock.see(chunk, at)
             if chunk.error is not None:
                 raise chunk.error
             output.text += chunk.text
@@ -58,6 +58,7 @@ class Job:
         model: its model.
         prompts: every prompt so many times in a row as it has choices.
         choices: how often each prompt is there.
+        streamed: `stream` will be called, not `collect`.
         scores_only: nothing is to be generated; the one token that comes all the same is not counted.
 
     Raises:
@@ -71,6 +72,7 @@ class Job:
         prompts: Sequence[Prompt],
         *,
         choices: int,
+        streamed: bool,
         scores_only: bool = False,
     ) -> None:
         for prompt in prompts:
@@ -86,7 +88,7 @@ class Job:
         self._prompt_tokens = sum(len(prompt.ids) for prompt in prompts[::choices])
         self._generated = 0
         self._cached = 0
-        self._tickets = model.loop.submit(prompts)
+        self._tickets = model.loop.submit(prompts, streamed=streamed)
         self._clocks = [state.metrics.clock() for _ in prompts]
         self._why: ApiError | None = None
         self._jobs = state.jobs
@@ -106,8 +108,8 @@ class Job:
         return [self._read(index, await self._rest(ticket)) for index, ticket in enumerate(self._tickets)]
 
     @staticmethod
-    async def _rest(ticket: Ticket) -> list[StreamChunk]:
-        chunks: list[StreamChunk] = []
+    async def _rest(ticket: Ticket) -> list[tuple[float, StreamChunk]]:
+        chunks: list[tuple[float, StreamChunk]] = []
         while new := await ticket.take():
             chunks += new
         return chunks
@@ -153,7 +155,7 @@ class Job:
             "prompt_tokens_details": {"cached_tokens": self._cached},
         }
 
-    def _read(self, index: int, chunks: Sequence[StreamChunk]) -> Output:
+    def _read(self, index: int, chunks: Sequence[tuple[float, StreamChunk]]) -> Output:
         output = Output.joined(chunks, self._clocks[index])
         if output.finish_reason == "cancelled" and self._why is not None:
             raise self._why

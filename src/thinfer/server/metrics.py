@@ -82,25 +82,24 @@ class Metrics:
 
 
 class RequestClock:
-    """Times the tokens of one request as they reach the event loop."""
+    """Times the tokens of one request."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._start = time.perf_counter()
         self._last: float | None = None
 
-    def see(self, chunk: StreamChunk) -> None:
-        """Count one chunk."""
-        now = time.perf_counter()
+    def see(self, chunk: StreamChunk, at: float) -> None:
+        """Count one chunk, which the engine had at that time of `time.perf_counter`."""
         if chunk.token_ids:
             self._metrics.on_tokens(len(chunk.token_ids))
             if self._last is None:
-                self._metrics.on_first(now - self._start)
+                self._metrics.on_first(at - self._start)
             else:
-                self._metrics.on_next(now - self._last, len(chunk.token_ids))
-            self._last = now
+                self._metrics.on_next(at - self._last, len(chunk.token_ids))
+            self._last = at
         if chunk.finish_reason is not None:
-            self._metrics.on_end(chunk.finish_reason, now - self._start, chunk.timings)
+            self._metrics.on_end(chunk.finish_reason, at - self._start, chunk.timings)
 
 
 class _Engine(Collector):
