@@ -167,7 +167,7 @@ def test_what_is_not_streamed_comes_with_the_last_and_has_its_times(llm):
     pieces = asyncio.run(main())
     # The first token may come with the news that the request was taken.
     assert len(pieces) <= 2
-    whole = sum(pieces, [])
+    whole = [timed for piece in pieces for timed in piece]
     assert sum(len(chunk.token_ids) for _, chunk in whole) == GREEDY.max_tokens
     times = [at for at, _ in whole]
     assert times == sorted(times)
