@@ -242,9 +242,7 @@ class EngineLoop:
             if self._scheduler.busy:
                 began = time.perf_counter()
                 self._step()
-                now = time.perf_counter()
-                # What is not due by the end of the next step waits for it.
-                if self._scheduler.busy and 2 * now - began < self._due:
+                if self._may_hold(time.perf_counter() - began):
                     return True
         except Exception as error:
             # What fails for all: everyone is told, and the next request starts on a new scheduler.
@@ -294,6 +292,10 @@ class EngineLoop:
                 _log.error("a watcher of the engine failed and was removed", exc_info=error)
                 self._watchers.remove(watcher)
         self._renew_facts()
+
+    def _may_hold(self, seconds: float) -> bool:
+        """Whether what was said can wait for another step of so many seconds."""
+        return self._scheduler.busy and time.perf_counter() + seconds < self._due
 
     def _restart(self, error: Exception) -> None:
         old, self._scheduler = self._scheduler, self._llm.scheduler()
