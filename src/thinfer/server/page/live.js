@@ -176,6 +176,7 @@ export class LiveView {
     meter("kv-meter", [now.kv_used, now.kv_cached]);
     find("kv-used").textContent = `${percent(now.kv_used)} in use`;
     find("kv-cached").textContent = `${percent(now.kv_cached)} kept for reuse`;
+    find("recall").textContent = now.recall === null ? "" : `, recall ${(100 * now.recall).toFixed(1)} %`;
     const busy = worked || now.running > 0;
     this.#state(busy ? "busy" : "idle", busy ? "running" : "idle");
   }
