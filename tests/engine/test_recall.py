@@ -13,6 +13,7 @@ from thinfer.core.active_set import ActiveSet
 from thinfer.core.neuron_selector import NeuronSelector
 from thinfer.core.predictor import selector_of
 from thinfer.core.sampling import SamplingParams
+from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.llm import LLM
 from thinfer.engine.options import EngineOptions
 from thinfer.engine.predictors import Scorer
@@ -188,7 +189,10 @@ def test_heads_have_none(model, executor):
 
 
 def test_lists_of_a_caller_are_not_judged(model):
-    with make_engine(model, NeuronSelector("given"), recall_steps=1) as engine:
+    # Thresholds mark rows as sparse.
+    selector = ThresholdSelector("teal", {"layers.0.qkv": 0.1})
+    options = EngineOptions(**FLOAT, recall_steps=1)
+    with Engine(model, options, selector=selector, neurons=NeuronSelector("given")) as engine:
         engine.set_active(0, ActiveSet.where(np.arange(tiny_llama.FFN)[None] < 5))
         decode(engine)
         assert engine.usage().recall is None
