@@ -68,6 +68,14 @@ int op_pick_neurons(CheckedProgram& self, int scores, float threshold, std::shar
   return self.add(std::move(op), {scores}, scores);
 }
 
+void check_lists(CheckedProgram& self, int op, int every, int turn) {
+  if (op < 0 || op >= self.program().ops()) throw std::invalid_argument("op " + std::to_string(op) + " is none of the program's");
+  auto* neurons = dynamic_cast<NeuronsOp*>(&self.program().op(op));
+  if (!neurons) throw std::invalid_argument("op " + std::to_string(op) + " is no neurons op");
+  if (every < 0 || turn < 0) throw std::invalid_argument("every and turn must be 0 or more");
+  self.exclusive([&] { neurons->check_lists(static_cast<uint64_t>(every), static_cast<uint64_t>(turn)); });
+}
+
 }  // namespace
 
 void bind_neurons(nb::module_& module, nb::class_<CheckedProgram>& program) {
@@ -85,7 +93,10 @@ void bind_neurons(nb::module_& module, nb::class_<CheckedProgram>& program) {
            "act and threshold as in op_gated_act. The gate is a buffer computed before, or a matrix; matrices are in the neurons layout. Returns the op's index.")
       .def("op_pick_neurons", &op_pick_neurons, nb::arg("scores"), nb::arg("threshold"), nb::arg("lists"),
            "List the neurons whose score is above the threshold (all of them in rows that are not sparse) for the ops after this "
-           "one. Returns the op's index.");
+           "one. Returns the op's index.")
+      .def("check_lists", &check_lists, nb::arg("op"), nb::arg("every"), nb::arg("turn"),
+           "In one run of `every` (0: none), those whose number is `turn` modulo it, compute all neurons of this neurons op, and count of "
+           "those that fire in sparse rows how many were listed; the others are left out all the same.");
 }
 
 }  // namespace thinfer::python

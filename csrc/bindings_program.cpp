@@ -336,7 +336,12 @@ void bind_counters(nb::module_& module) {
           "Input channels used, summed over rows.")
       .def_prop_ro(
           "channels_total", [](const OpCounters& c) { return c.counters.channels_total; },
-          "Input channels there were, summed over rows.");
+          "Input channels there were, summed over rows.")
+      .def_prop_ro(
+          "needed", [](const OpCounters& c) { return c.counters.needed; },
+          "Neurons that fired in the rows where lists were checked.")
+      .def_prop_ro(
+          "found", [](const OpCounters& c) { return c.counters.found; }, "Of them those that were listed.");
 }
 
 }  // namespace

@@ -26,6 +26,12 @@ void append_bits(const uint64_t* bits, int words, std::vector<int32_t>& ids) {
   }
 }
 
+uint64_t count_bits(const uint64_t* bits, int words) {
+  uint64_t count = 0;
+  for (int w = 0; w < words; ++w) count += static_cast<uint64_t>(__builtin_popcountll(bits[w]));
+  return count;
+}
+
 }  // namespace
 
 NeuronsOp::NeuronsOp(Isa isa, NeuronParts parts, int out, Act act, Activations activations,
@@ -58,6 +64,12 @@ NeuronsOp::NeuronsOp(Isa isa, NeuronParts parts, int out, Act act, Activations a
   }
 }
 
+void NeuronsOp::check_lists(uint64_t every, uint64_t turn) {
+  if (!parts_.gate || !parts_.lists) throw std::invalid_argument("only a neurons op with lists and a gate of its own can check them");
+  check_every_ = every;
+  check_turn_ = turn;
+}
+
 int NeuronsOp::pieces() const { return (neurons_ + kPiece - 1) / kPiece; }
 
 QuantizedRows NeuronsOp::quantized(int rows) const {
@@ -67,6 +79,11 @@ QuantizedRows NeuronsOp::quantized(int rows) const {
 
 bool NeuronsOp::wants(int row, int neuron) const {
   return !listed() || (storage_->wanted[static_cast<size_t>(row * words() + neuron / kWord)] >> (neuron % kWord) & 1) != 0;
+}
+
+// Whether what fires in the row is counted in a checked step: in the others a predictor lists everything.
+bool NeuronsOp::counts(int row, const Batch& batch) const {
+  return checked_ && batch.sparse[selected() ? batch.out_rows[row] : row] != 0;
 }
 
 float* NeuronsOp::gate_row(int row, Context& context) const {
@@ -115,15 +132,18 @@ void NeuronsOp::prepare(const Batch& batch) {
     grow(s.sums, 3 * whole);
   }
   if (listed()) list_wanted(n);
+  checked_ = listed() && check_every_ > 0 && batch.step % check_every_ == check_turn_ && batch.any_sparse();
+  if (checked_) grow(s.fired, rows * static_cast<size_t>(words()));
   if (parts_.gate) {
+    const bool all = !listed() || checked_;
     s.gate.assign(rows * static_cast<size_t>(padded(neurons_)), 0.0f);
     grow(s.values, rows * static_cast<size_t>(padded(neurons_)));
-    if (!listed() && static_cast<int>(s.all.size()) < neurons_) {
+    if (all && static_cast<int>(s.all.size()) < neurons_) {
       s.all.resize(static_cast<size_t>(neurons_));
       std::iota(s.all.begin(), s.all.end(), 0);
     }
-    gate_ids_ = listed() ? s.listed.data() : s.all.data();
-    gate_count_ = listed() ? static_cast<int>(s.listed.size()) : neurons_;
+    gate_ids_ = all ? s.all.data() : s.listed.data();
+    gate_count_ = all ? neurons_ : static_cast<int>(s.listed.size());
   }
   grow(s.active, rows * static_cast<size_t>(words()));
   if (parts_.up) grow(s.values, rows * static_cast<size_t>(padded(neurons_)));
@@ -225,7 +245,7 @@ void NeuronsOp::run_gate(int begin, int end, Context& context) {
     const float* values = storage_->values.data() + static_cast<ptrdiff_t>(row) * padded(neurons_);
     for (int i = first; i < last; ++i) {
       const int id = gate_ids_[i];
-      if (!wants(row, id)) continue;
+      if (!checked_ && !wants(row, id)) continue;
       gate[id] = values[i] + (parts_.gate_bias.empty() ? 0.0f : parts_.gate_bias[static_cast<size_t>(id)]);
     }
   }
@@ -246,9 +266,14 @@ void NeuronsOp::activate(int row, int piece, Context& context) {
   const int words = (count + kWord - 1) / kWord;
   std::memcpy(bits, found, static_cast<size_t>(words) * sizeof(uint64_t));
   if (listed()) {
-    // A neuron that is not listed has no gate: it is 0 whatever the activation makes of that.
+    if (checked_) std::memcpy(fired(row) + from / kWord, bits, static_cast<size_t>(words) * sizeof(uint64_t));
+    // A neuron that is not listed is 0 whatever the activation makes of its gate, which only checked steps know.
     const uint64_t* wanted = storage_->wanted.data() + static_cast<ptrdiff_t>(row) * this->words() + from / kWord;
     for (int w = 0; w < words; ++w) bits[w] &= wanted[w];
+    if (!parts_.up && counts(row, context.batch)) {
+      context.counters->needed += count_bits(fired(row) + from / kWord, words);
+      context.counters->found += count_bits(bits, words);
+    }
     for (int j = 0; j < count && !parts_.up; ++j) {
       if (!wants(row, from + j)) out[j] = 0.0f;
     }
@@ -262,13 +287,13 @@ void NeuronsOp::collect(Context& context) {
   std::vector<uint64_t> any(static_cast<size_t>(words()), 0);
   int64_t own = 0, gates = 0;
   for (int row = 0; row < n; ++row) {
-    for (int w = 0; w < words(); ++w) {
-      any[static_cast<size_t>(w)] |= active(row)[w];
-      own += __builtin_popcountll(active(row)[w]);
-    }
+    own += static_cast<int64_t>(count_bits(active(row), words()));
+    const uint64_t* computed = checked_ ? fired(row) : active(row);
+    for (int w = 0; w < words(); ++w) any[static_cast<size_t>(w)] |= computed[w];
   }
   if (parts_.gate) gates = listed() ? parts_.lists->offsets.back() : static_cast<int64_t>(neurons_) * n;
-  // Counted as the input channels that as many weights would make in a dense matrix.
+  // Counted as the input channels that as many weights would make in a dense matrix. What is computed for a check alone is
+  // left out, as no token is made of it; bytes_read holds it.
   const int64_t computed = gates + (parts_.up ? own : 0), matrices = (parts_.gate ? 1 : 0) + (parts_.up ? 1 : 0);
   context.counters->channels_active += static_cast<uint64_t>(computed * inputs_ / neurons_);
   context.counters->channels_total += static_cast<uint64_t>(matrices * n) * static_cast<uint64_t>(inputs_);
@@ -284,6 +309,7 @@ void NeuronsOp::run_up(int begin, int end, Context& context) {
     const float* gate = gate_row(row, context);
     const float* values = storage_->values.data() + static_cast<ptrdiff_t>(row) * padded(neurons_);
     const uint64_t* bits = active(row);
+    const bool counted = counts(row, context.batch);
     float* out = context.buffers[out_] + static_cast<ptrdiff_t>(row) * padded(neurons_);
     for (int i = first; i < last; i += kTile) {
       const int count = std::min(kTile, last - i);
@@ -296,7 +322,13 @@ void NeuronsOp::run_up(int begin, int end, Context& context) {
       ops_.gated_act(gates, ups, products, count, act_.activation, act_.threshold);
       for (int j = 0; j < count; ++j) {
         const int id = ids[static_cast<size_t>(i + j)];
-        if (bits[id / kWord] >> (id % kWord) & 1) out[id] = products[j];
+        const bool own = (bits[id / kWord] >> (id % kWord) & 1) != 0;
+        if (own) out[id] = products[j];
+        // What the other rows' neurons would give is computed along, fired or not.
+        if (counted && products[j] != 0.0f && (fired(row)[id / kWord] >> (id % kWord) & 1) != 0) {
+          ++context.counters->needed;
+          context.counters->found += own;
+        }
       }
     }
   }

@@ -23,7 +23,8 @@ struct NeuronStorage {
   std::vector<float> values;     // of the rows of a matrix: [rows][padded count]
   std::vector<uint64_t> wanted;  // [rows][words] bit of a neuron: in the row's list
   std::vector<uint64_t> active;  // [rows][words] and its activation is not 0
-  std::vector<int32_t> ids;      // of the union of `active`
+  std::vector<uint64_t> fired;   // [rows][words] its activation is not 0, listed or not; in checked steps
+  std::vector<int32_t> ids;      // of the union of `active`, or of `fired` in checked steps
   std::vector<int32_t> all;      // 0, 1, ...
   std::vector<int32_t> listed;   // of the union of lists
 };
@@ -46,6 +47,10 @@ class NeuronsOp : public Op {
 
   // As for the linear op of the same site: channels of x that count as 0.
   void set_threshold(Threshold threshold) { threshold_ = std::move(threshold).padded_to(inputs_); }
+  // In steps whose number is `turn` modulo `every` (0: never) every neuron is computed, and of those of sparse rows whose
+  // output is not 0 it is counted how many were listed. What was not listed stays 0 in the output. Throws
+  // std::invalid_argument where the op computes no gate for lists.
+  void check_lists(uint64_t every, uint64_t turn);
   int inputs() const { return inputs_; }
   int neurons() const { return neurons_; }
 
@@ -61,7 +66,9 @@ class NeuronsOp : public Op {
   int pieces() const;
   bool listed() const { return parts_.lists && parts_.lists->given; }
   uint64_t* active(int row) const { return storage_->active.data() + static_cast<ptrdiff_t>(row) * words(); }
+  uint64_t* fired(int row) const { return storage_->fired.data() + static_cast<ptrdiff_t>(row) * words(); }
   bool wants(int row, int neuron) const;
+  bool counts(int row, const Batch& batch) const;
   float* gate_row(int row, Context& context) const;
   void list_wanted(int rows);
   void prepare_row(int row, Context& context);
@@ -84,7 +91,9 @@ class NeuronsOp : public Op {
   std::shared_ptr<NeuronStorage> storage_;
   int inputs_ = 0, neurons_ = 0;
   bool floats_ = false;
-  const int32_t* gate_ids_ = nullptr;  // of this step
+  uint64_t check_every_ = 0, check_turn_ = 0;
+  bool checked_ = false;  // this step, as the next two
+  const int32_t* gate_ids_ = nullptr;
   int gate_count_ = 0;
 };
 

@@ -82,6 +82,8 @@ std::vector<Counters> Program::take_counters() {
       sums[i].bytes_read += from.bytes_read;
       sums[i].channels_active += from.channels_active;
       sums[i].channels_total += from.channels_total;
+      sums[i].needed += from.needed;
+      sums[i].found += from.found;
       sums[i].nanoseconds += from.nanoseconds;
       sums[i].calls += from.calls;
       from = Counters();

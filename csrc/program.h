@@ -40,6 +40,8 @@ struct Counters {
   uint64_t bytes_read = 0;       // of weights or cached keys and values
   uint64_t channels_active = 0;  // input channels used, summed over rows
   uint64_t channels_total = 0;   // input channels there were, summed over rows
+  uint64_t needed = 0;           // neurons that fired in the rows where a predictor was checked
+  uint64_t found = 0;            // of them named by the predictor
   uint64_t nanoseconds = 0;      // filled by the program while profiling
   uint64_t calls = 0;
 };

@@ -97,6 +97,14 @@ class OpCounters:
     def channels_total(self) -> int:
         """Input channels there were, summed over rows."""
 
+    @property
+    def needed(self) -> int:
+        """Neurons that fired in the rows where lists were checked."""
+
+    @property
+    def found(self) -> int:
+        """Of them those that were listed."""
+
 class RowSource:
     """Rows of a matrix as float32: what op_embed reads."""
 
@@ -209,6 +217,11 @@ class Program:
     def op_pick_neurons(self, scores: int, threshold: float, lists: NeuronLists) -> int:
         """
         List the neurons whose score is above the threshold (all of them in rows that are not sparse) for the ops after this one. Returns the op's index.
+        """
+
+    def check_lists(self, op: int, every: int, turn: int) -> None:
+        """
+        In one run of `every` (0: none), those whose number is `turn` modulo it, compute all neurons of this neurons op, and count of those that fire in sparse rows how many were listed; the others are left out all the same.
         """
 
     def op_embed(self, source: RowSource, out: int) -> int:

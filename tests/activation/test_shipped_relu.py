@@ -74,7 +74,7 @@ def test_predictors_find_what_fires(predictors):
 
 @pytest.mark.slow
 def test_predicted_neurons_cost_little(predictors, code):
-    folder, _ = predictors
+    folder, report = predictors
     text = code.read_text(encoding="utf-8")
     with LLM(folder, threads=1) as predicted, LLM(MODEL, threads=1) as dense:
         windows = cut_windows(dense.tokenizer.encode(text, add_special=False), 255, 4, 40)
@@ -82,6 +82,9 @@ def test_predicted_neurons_cost_little(predictors, code):
             predicted.engine, windows, bos_id=dense.tokenizer.bos_id, decode=True, reference=dense.engine
         )
         assert 0 < scored.kl_mean < 0.02
+        used = [row for row in report["predictors"] if row["counts"]]
+        held_out = sum(row["recall"] * row["true_density"] for row in used) / sum(row["true_density"] for row in used)
+        assert predicted.engine.usage().recall == pytest.approx(held_out, abs=0.02)
         params = SamplingParams(max_tokens=30, temperature=0)
         together = predicted.generate(["import os\n", "class A:\n", "def f(x"], params)
         assert [each.token_ids for each in together] == [

@@ -6,15 +6,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
-from gguf.quants import quantize
 
 import tiny_llama
 from activation.relu_llama import write_predictable
+from engine.predicted import make_predictor, write_predictors
 from thinfer.activation.masked_run import RecordedSets, WindowRunner
 from thinfer.activation.profile import profile
-from thinfer.core.artifact import Artifact
-from thinfer.core.predictor import PREDICTOR_SECTION, Predictor, selector_of
+from thinfer.core.predictor import selector_of
 from thinfer.core.sampling import SamplingParams
 from thinfer.engine.llm import LLM
 from thinfer.engine.options import EngineOptions
@@ -29,48 +27,6 @@ pytest.importorskip("thinfer._core")
 IDS = np.random.default_rng(4).integers(0, 256, 40).tolist()
 FLOAT = {"activations": "f32", "kv_type": "f32", "threads": 1}
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-
-
-def make_predictor(model, target, layer, *, source=None, threshold=0.0, **fields):
-    """Neurons: the gate of low rank, so nearly perfect where it reads its own layer; heads: random."""
-    rng = np.random.default_rng(layer + 10)
-    if target == "neurons":
-        gate = model.weights.float32(f"model.layers.{layer}.mlp.gate_proj.weight")
-        left, values, right = np.linalg.svd(gate, full_matrices=False)
-        first, second = right[:32], left[:, :32] * values[:32]
-        aim, kind = "down", "gate_up"
-    else:
-        first = rng.standard_normal((32, tiny_llama.HIDDEN))
-        second = rng.standard_normal((tiny_llama.HEADS, 32)) / 8
-        aim, kind = "o", "qkv"
-    stored = {"recall": 0.97, "density": 0.5, "true_density": 0.45} | fields
-    return Predictor(
-        target=target,
-        layer=layer,
-        aim=f"layers.{layer}.{aim}",
-        source=f"layers.{layer if source is None else source}.{kind}",
-        kind="lowrank",
-        type="Q8_0",
-        inputs=tiny_llama.HIDDEN,
-        rank=32,
-        outputs=len(second),
-        threshold=threshold,
-        first=quantize(first.astype(np.float32), GGMLQuantizationType.Q8_0),
-        second=quantize(second.astype(np.float32), GGMLQuantizationType.Q8_0),
-        bias=np.zeros(len(second), np.float32),
-        **stored,
-    )
-
-
-def write_predictors(folder, base, predictors):
-    with closing(open_checkpoint(base)) as checkpoint:
-        fingerprint = checkpoint.fingerprint()
-    tensors = {}
-    for predictor in predictors:
-        tensors |= predictor.to_entry()[1]
-    section = {"sink_tokens": 6, "entries": [predictor.to_entry()[0] for predictor in predictors]}
-    Artifact(str(base), fingerprint, {PREDICTOR_SECTION: section}, tensors).save(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

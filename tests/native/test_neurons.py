@@ -235,6 +235,75 @@ def test_a_predictor_lists_what_scores_above_its_threshold_in_sparse_rows(isa):
     assert lists.count == computed.sum()
 
 
+@pytest.mark.parametrize("stored", ["Q4_0", "Q6_K", "F16"])
+@pytest.mark.parametrize("act", ["relu", "relu2", "fatrelu", "drelu", "plain"])
+def test_a_check_counts_what_lists_left_out_and_changes_no_bit(isa, stored, act):
+    rng = np.random.default_rng(7)
+    gate, up = packed(stored, seed=1), None if act == "plain" else packed(stored)
+    name = "relu" if act == "plain" else act
+    op = Neurons(isa, up, gate=gate, threads=2, act=name)
+    for rows, density in ((1, 0.2), (1, 0.0), (5, 0.3), (20, 1.0)):
+        x, mask = rows_of(rng, rows), rng.random((rows, NEURONS)) < density
+        marks = np.ones(rows, np.uint8) if rows == 1 else rng.integers(0, 2, rows)
+        mask |= marks[:, None] == 0
+        active = ActiveSet.where(mask)
+        op.lists.set(active.ids, active.offsets)
+        ups = np.ones((rows, NEURONS), np.float32) if up is None else dense(isa, stored, x)
+        full = _core.gated_act(isa, np.hstack([dense(isa, stored, x, seed=1), ups]), name, None, None, 0.0)
+        op.program.check_lists(op.op, 0, 0)
+        expected = op(x, sparse=marks)
+        plain = op.counters()
+        assert plain.needed == plain.found == 0
+        op.program.check_lists(op.op, 3, 1)
+        counted = []
+        for _ in range(3):
+            bits_equal(op(x, sparse=marks), expected)
+            counted.append(op.counters())
+        (checked,) = (counter for counter in counted if counter.needed)
+        fired = (full != 0) & (marks[:, None] != 0)
+        assert (checked.needed, checked.found) == (fired.sum(), (fired & mask).sum())
+        for counter in counted:
+            assert (counter.channels_active, counter.channels_total) == (plain.channels_active, plain.channels_total)
+            assert counter is checked or counter.bytes_read == plain.bytes_read
+        # All gates, and up for all whose gate fires.
+        gates = dense(isa, stored, x, seed=1) > 0
+        read = NEURONS + (0 if up is None else int(((marks[:, None] != 0) & gates | mask & gates).any(axis=0).sum()))
+        assert checked.bytes_read == read * gate.nbytes // NEURONS
+
+
+def test_a_check_looks_at_the_rows_selected(isa):
+    rng = np.random.default_rng(8)
+    program = _core.Program(isa, pool(1), 4)
+    x, chosen = program.add_buffer(INPUTS), program.add_buffer(INPUTS)
+    out = program.add_buffer(NEURONS)
+    lists = _core.NeuronLists()
+    program.op_select(x, chosen)
+    matrix = packed("Q4_0")
+    op = program.op_neurons(chosen, out, "relu", 0.0, "int8", None, matrix, None, None, None, lists)
+    program.check_lists(op, 1, 0)
+    given = rows_of(rng, 4)
+    program.buffer(x)[:] = given
+    active = ActiveSet.where(rng.random((2, NEURONS)) < 0.5)
+    lists.set(active.ids, active.offsets)
+    zeros, marks = np.zeros(4, np.int32), np.array([1, 0, 0, 1], np.uint8)
+    places, table = np.array([1, 3], np.int32), np.zeros((4, 1), np.int32)
+    program.run(0, 2, zeros, zeros, np.arange(4, dtype=np.int32), marks, places, table)
+    counter = program.take_counters()[op]
+    fired = dense(isa, "Q4_0", given[3:])[0] > 0
+    assert (counter.needed, counter.found) == (fired.sum(), (fired & active.mask()[1]).sum())
+
+
+def test_what_cannot_be_checked_is_refused(isa):
+    up = packed("Q4_0")
+    for op in (Neurons(isa, up), Linear(isa, [pack([(weights("Q4_0")[0], "Q4_0")], INPUTS)], INPUTS, NEURONS)):
+        for index, message in ((0, "neurons op"), (1, "none of the program's")):
+            with pytest.raises(ValueError, match=message):
+                op.program.check_lists(index, 64, 0)
+    op = Neurons(isa, up, gate=packed("Q4_0", seed=1))
+    with pytest.raises(ValueError, match="0 or more"):
+        op.program.check_lists(op.op, -1, 0)
+
+
 def test_what_does_not_fit_is_refused(isa):
     up = packed("Q4_0")
     program = _core.Program(isa, pool(1), 2)

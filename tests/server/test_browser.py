@@ -121,6 +121,29 @@ def test_a_chat_from_the_first_word_to_the_figures(page, server):
     picture(page, "desktop-dark")
 
 
+def test_what_predictors_find_is_said_where_there_are_any(mocked):
+    frame = {"at": 1, "seconds": 1, "steps": 9, "rows": 9, "tokens": 9, "density": 0.557, "layers": [0.5, 0.6]}
+    frame |= {"kinds": {}, "bytes": 6, "dense_bytes": 9}
+    now = {"running": 1, "waiting": 0, "kv_used": 0, "kv_cached": 0, "preemptions": 0}
+    model = {"type": "llama", "layers": 2, "context": 512, "kv_tokens": 512, "max_sequences": 1, "sparse": None}
+    recalls = [None, 0.9594]
+
+    def live(route):
+        event = {"model": model, "frames": [frame], "now": now | {"recall": recalls[0]}}
+        route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(event)}\n\n")
+
+    mocked.route("**/v1/live", live)
+    for text in ("", "Predictors find 95.9 % of the neurons that fire."):
+        mocked.reload()
+        mocked.locator("#density", has_text="56 % on average").wait_for()
+        assert mocked.locator("#recall").is_visible() == bool(text)
+        assert not text or mocked.locator("#recall").inner_text() == text
+        # It has no thresholds and is not dense.
+        assert mocked.locator("#live-note").is_hidden()
+        recalls.pop(0)
+    picture(mocked, "recall")
+
+
 def test_the_heat_strip_is_drawn_and_says_what_is_under_the_pointer(page, server):
     server.pace = 0.02
     settings(page, temperature=0, max_tokens=30)

@@ -267,6 +267,8 @@ class CpuExecutor:
             if node is None:
                 self._lists.count(index, counter, self._counts)
                 continue
+            if node.op == "neurons":
+                self._lists.count_found(node.attrs["layer"], counter, self._counts)
             if node.op in _READERS and counter.channels_total:
                 # The head runs for chosen rows only, and never under a threshold.
                 whole = sum(matrix.nbytes for matrix in self._packed[node.output]) * counter.calls
@@ -423,7 +425,7 @@ class CpuExecutor:
         biases = self._biases(node) if any(attrs["biases"]) else [None] * len(matrices)
         gate = matrices[0] if listed else None
         up = None if listed and not ffn.gated else matrices[-1]
-        return self._program.op_neurons(
+        op = self._program.op_neurons(
             inputs[0],
             out,
             native_name(attrs["act"]),
@@ -436,6 +438,8 @@ class CpuExecutor:
             None if up is None else biases[-1],
             self._lists.of(attrs["layer"]),
         )
+        self._lists.check(self._program, op, attrs["layer"], self._options.recall_steps)
+        return op
 
     def _matrices(self, node: Node, selector: ThresholdSelector | None) -> list[_core.PackedMatrix]:
         if node.output in self._packed:

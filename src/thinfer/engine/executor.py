@@ -25,12 +25,16 @@ class LinearCount:
         total: input channels there are, summed over rows.
         bytes: weight bytes read; a matrix read once for a batch of rows counts once.
         dense_bytes: what the same passes read without thresholds.
+        needed: neurons that fired (their output is not 0) in rows where the layer's predictor was checked.
+        found: of them those that the predictor named.
     """
 
     active: int = 0
     total: int = 0
     bytes: int = 0
     dense_bytes: int = 0
+    needed: int = 0
+    found: int = 0
 
     def add(self, other: "LinearCount") -> None:
         """Add what other linears, or another executor, read."""
@@ -38,6 +42,8 @@ class LinearCount:
         self.total += other.total
         self.bytes += other.bytes
         self.dense_bytes += other.dense_bytes
+        self.needed += other.needed
+        self.found += other.found
 
     def minus(self, before: "LinearCount") -> "LinearCount":
         """What was read since an earlier count."""
@@ -46,6 +52,8 @@ class LinearCount:
             self.total - before.total,
             self.bytes - before.bytes,
             self.dense_bytes - before.dense_bytes,
+            self.needed - before.needed,
+            self.found - before.found,
         )
 
 

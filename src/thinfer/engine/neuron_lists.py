@@ -13,6 +13,7 @@ from thinfer.core.neuron_selector import NeuronPredictor, NeuronSelector, Stored
 from thinfer.engine.executor import LinearCount
 from thinfer.engine.neurons import NeuronFfn
 from thinfer.engine.options import ActivationType
+from thinfer.engine.predictors import predictor_site
 from thinfer.errors import UsageError
 
 
@@ -67,9 +68,24 @@ class NeuronLists:
         lists = self._heads if heads else self._lists
         for target, predictor in (self._selector.heads if heads else self._selector.predictors).items():
             if predictor.source == layer and target in lists:
-                site = f"layers.{target}.{'head_predictor' if heads else 'predictor'}"
+                site = f"layers.{target}.head_predictor" if heads else predictor_site(target)
                 ops = _add(program, predictor, x, lists[target], pool, arena, activations)
                 self._sites |= dict.fromkeys(ops, site)
+
+    def check(self, program: _core.Program, op: int, layer: int, steps: int) -> None:
+        """Have a neurons op count what its layer's predictor finds, in one step of so many; 0: never.
+
+        Only where a neuron that does not fire is exactly 0. Lists that a caller gives are the caller's to judge.
+        """
+        if steps and layer in self._selector.predictors and self._ffns[layer].zeros:
+            # Layers take turns, so that no step pays for many of them.
+            program.check_lists(op, steps, layer % steps)
+
+    def count_found(self, layer: int, counter: _core.OpCounters, counts: dict[str, LinearCount]) -> None:
+        """Add what a neurons op counted of its predictor's lists to the predictor's site."""
+        if counter.needed:
+            found = LinearCount(needed=counter.needed, found=counter.found)
+            counts.setdefault(predictor_site(layer), LinearCount()).add(found)
 
     def count(self, op: int, counter: _core.OpCounters, counts: dict[str, LinearCount]) -> None:
         """Add what an op of a predictor read to its site, "layers.3.predictor" or "layers.3.head_predictor"."""

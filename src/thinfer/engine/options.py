@@ -24,7 +24,7 @@ _CHOICES = {
 }
 DEFAULT_MAX_MODEL_LEN = 4096
 # Buffers hold `chunk` rows and the KV pool keeps a record a block: more than this is a mistake and not a wish.
-_MOST = {"threads": MAX_THREADS, "chunk": 1 << 16, "kv_tokens": 1 << 28}
+_MOST = {"threads": MAX_THREADS, "chunk": 1 << 16, "kv_tokens": 1 << 28, "recall_steps": 1 << 30}
 _LOGITS_BYTES = 32 << 20
 
 
@@ -52,6 +52,8 @@ class EngineOptions:
             (about a tenth of a second for each shape) and takes the faster. No choice changes a bit of the result.
         neurons: FFN neurons whose activation is exactly 0 (ReLU models): "skip" reads up only for those that fire,
             "off" reads all of them, "auto" times both as for `layout`. No choice changes a bit of the result.
+        recall_steps: in one step of so many a layer computes also the neurons that its predictor leaves out, to see
+            whether they fire (`Usage.recall`), a layer at a time; 0: never. Changes no token.
     """
 
     executor: ExecutorName = "auto"
@@ -68,16 +70,18 @@ class EngineOptions:
     sparsity: bool = True
     layout: LayoutName = "auto"
     neurons: NeuronsName = "auto"
+    recall_steps: int = 64
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise UsageError(f"{name} is {value!r}; choose one of {', '.join(allowed)}")
-        for name in ("threads", "chunk", "max_model_len", "kv_tokens", "max_sequences"):
+        for name in ("threads", "chunk", "max_model_len", "kv_tokens", "max_sequences", "recall_steps"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise UsageError(f"{name} is {value!r}; it must be a whole number of at least 1")
+            least = 0 if name == "recall_steps" else 1
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise UsageError(f"{name} is {value!r}; it must be a whole number of at least {least}")
             if value is not None and value > _MOST.get(name, value):
                 raise UsageError(f"{name} is {value}; it must be at most {_MOST[name]}")
         isa: Any = self.isa

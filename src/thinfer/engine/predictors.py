@@ -44,6 +44,16 @@ def stored_predictors(artifact: Artifact, folder: str | Path) -> list[Predictor]
     return [Predictor.from_entry(entry, artifact.tensors) for entry in entries]
 
 
+def predictor_site(layer: int) -> str:
+    """Where the predictor of a layer's neurons is counted.
+
+    Example:
+        >>> predictor_site(3)
+        'layers.3.predictor'
+    """
+    return f"layers.{layer}.predictor"
+
+
 class Scorer:
     """A predictor with its matrices decoded to float32.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from thinfer.core.active_set import ActiveSet
 from thinfer.core.graph import Graph, Node
@@ -12,6 +13,8 @@ from thinfer.core.selector import ChannelMask
 from thinfer.engine.batch import Batch
 from thinfer.engine.executor import Float32, LinearCount, Observe
 from thinfer.engine.kv_cache import KvLayout
+from thinfer.engine.neurons import ZERO_ACTS
+from thinfer.engine.predictors import predictor_site
 from thinfer.errors import UsageError
 from thinfer.kernels import (
     act,
@@ -34,7 +37,8 @@ class ReferenceExecutor:
     """Runs nodes one by one; weights are decoded to float32 when first used and then kept.
 
     Keys and values are float32 whatever the layout's type, and committed when first written. `graph` None is the
-    model's own. In sparse rows only what both `selector` and `predicted` keep is multiplied.
+    model's own. In sparse rows only what both `selector` and `predicted` keep is multiplied; all of them count for the
+    recall of predictors.
 
     Example: `ReferenceExecutor(model, KvLayout(num_blocks=16)).run(batch)`.
     """
@@ -60,6 +64,9 @@ class ReferenceExecutor:
         self._cache: dict[int, tuple[Float32, Float32]] = {}
         self._counts: dict[str, LinearCount] = {}
         self._active: dict[str, ActiveSet] = {}
+        # Outputs of activations of FFNs whose neurons do or do not fire.
+        downs = {n.inputs[0] for n in self._graph.nodes if n.op == "linear" and n.attrs["kind"] == "down"}
+        self._zeros = {n.output for n in self._graph.nodes if n.attrs.get("act") in ZERO_ACTS} & downs
 
     def run(self, batch: Batch, *, observe: Observe | None = None) -> Float32:
         """Run the whole graph; returns logits float32 [L, vocab] of `batch.out_rows`."""
@@ -173,8 +180,12 @@ class ReferenceExecutor:
             observe(site, x)
         active = x.size
         if kind != "lm_head" and batch.sparse.any():
-            masks = [mask.keep(site, x, columns) for mask in (self._selector, self._predicted) if mask is not None]
-            kept = [mask for mask in masks if mask is not None]
+            selected, named = (
+                None if mask is None else mask.keep(site, x, columns) for mask in (self._selector, self._predicted)
+            )
+            if named is not None and node.inputs[0] in self._zeros:
+                self._count_found(node, x, named, batch)
+            kept = [mask for mask in (selected, named) if mask is not None]
             if kept:
                 keep = np.logical_and.reduce(kept) | (batch.sparse[:, None] == 0)
                 x = np.where(keep, x, np.float32(0))
@@ -183,6 +194,12 @@ class ReferenceExecutor:
         read = sum(w.nbytes for w in weights) if len(x) else 0
         self._counts.setdefault(site, LinearCount()).add(LinearCount(active, x.size, read, read))
         return linear.reference(x, weights, biases)
+
+    def _count_found(self, node: Node, x: Float32, named: NDArray[np.bool_], batch: Batch) -> None:
+        """Count the neurons that fired in sparse rows, and of them those that were named."""
+        fired = (x != 0) & (batch.sparse[:, None] != 0)
+        found = LinearCount(needed=int(np.count_nonzero(fired)), found=int(np.count_nonzero(fired & named)))
+        self._counts.setdefault(predictor_site(node.attrs["layer"]), LinearCount()).add(found)
 
     def _attention(self, node: Node, qkv: Float32, batch: Batch) -> Float32:
         attrs = dict(node.attrs)

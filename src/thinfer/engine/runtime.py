@@ -88,6 +88,21 @@ class Usage:
         """Weight bytes of all linears read for one token, on average; 0 when nothing ran."""
         return sum(count.bytes for count in self.sites.values()) / self.rows if self.rows else 0.0
 
+    @property
+    def needed(self) -> int:
+        """Neurons that fired in rows where a predictor was checked, over all layers; 0 without predictors."""
+        return sum(count.needed for count in self.sites.values())
+
+    @property
+    def found(self) -> int:
+        """Of the neurons needed those that the predictors named."""
+        return sum(count.found for count in self.sites.values())
+
+    @property
+    def recall(self) -> float | None:
+        """Fraction of the neurons needed that the predictors named; None when nothing was checked."""
+        return self.found / self.needed if self.needed else None
+
     def since(self, before: "Usage | None") -> "Usage":
         """What was read after an earlier usage; all of it where there is none, or the counters were reset after it."""
         if before is None or self.rows < before.rows:

@@ -121,6 +121,7 @@ class LiveFeed:
             "kv_used": round(facts.kv_used, 4),
             "kv_cached": round(facts.kv_cached, 4),
             "preemptions": facts.preemptions,
+            "recall": None if facts.recall is None else round(facts.recall, 4),
         }
 
     def _model(self) -> dict[str, Any]:

@@ -42,6 +42,10 @@ class LoopFacts:
         rows: tokens that went through the model, since the start.
         bytes_read: weight bytes read for them.
         density_sum: their densities added up.
+        recall: fraction of the neurons that fired which their predictors had named, of the last samples; None without
+            predictors or before the first sample.
+        needed: neurons that fired in samples, since the start.
+        found: of them those that the predictors had named.
     """
 
     running: int = 0
@@ -55,6 +59,31 @@ class LoopFacts:
     rows: int = 0
     bytes_read: float = 0.0
     density_sum: float = 0.0
+    recall: float | None = None
+    needed: int = 0
+    found: int = 0
+
+
+class RecentRecall:
+    """Recall over the last `steps` to twice as many steps: layers are sampled in turn, and a part of a turn misleads.
+
+    Example:
+        >>> recent = RecentRecall(64)
+        >>> recent.add(64, needed=10, found=9)
+        0.9
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+        # Steps, needed and found when two turns began: the one under way and the one before.
+        self._turns = deque([(0, 0, 0)], maxlen=2)
+
+    def add(self, step: int, needed: int, found: int) -> float | None:
+        """The recall now, from counts since the start; None when there was no sample lately."""
+        if step - self._turns[-1][0] >= self._steps:
+            self._turns.append((step, needed, found))
+        _, needed_before, found_before = self._turns[0]
+        return (found - found_before) / (needed - needed_before) if needed > needed_before else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +186,8 @@ class EngineLoop:
         self._outbox: list[Callable[[], None]] = []
         self._due = math.inf
         self._generated = 0
+        self._steps = 0
+        self._recall = RecentRecall(llm.options.recall_steps)
         self._facts_at = time.perf_counter()
         self._asyncio: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="thinfer-engine", daemon=True)
@@ -282,6 +313,7 @@ class EngineLoop:
 
     def _step(self) -> None:
         chunks = self._scheduler.step()
+        self._steps += 1
         for request, chunk in chunks:
             self._generated += len(chunk.token_ids)
             self._deliver(request, chunk)
@@ -353,6 +385,8 @@ class EngineLoop:
         total = pool.layout.num_blocks
         rows = usage.rows - before.rows
         active, read = usage.density * usage.rows, usage.bytes_per_token * usage.rows
+        needed, found = usage.needed, usage.found
+        recall = self._recall.add(self._steps, needed, found)
         self.facts = LoopFacts(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -365,6 +399,9 @@ class EngineLoop:
             rows=usage.rows,
             bytes_read=read,
             density_sum=active,
+            recall=before.recall if recall is None else recall,
+            needed=needed,
+            found=found,
         )
         self._generated = 0
         self._facts_at = now

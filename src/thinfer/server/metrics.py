@@ -110,7 +110,7 @@ class _Engine(Collector):
 
     def collect(self) -> Iterator[Metric]:
         facts = self._metrics.facts()
-        gauges = (
+        gauges = [
             ("thinfer_num_requests_running", "Requests that take part in steps.", facts.running),
             ("thinfer_num_requests_waiting", "Requests that wait.", facts.waiting),
             ("thinfer_kv_cache_usage_perc", "Fraction of KV blocks in use; 1 is full.", facts.kv_used),
@@ -122,12 +122,19 @@ class _Engine(Collector):
             ),
             ("thinfer_weight_bytes_per_token", "Weight bytes read a token lately.", facts.bytes_per_token),
             ("thinfer_tokens_per_second", "Generated tokens a second lately.", facts.tokens_per_second),
-        )
-        counters = (
+        ]
+        counters = [
             ("thinfer_num_preemptions", "Times a request gave its KV blocks back.", facts.preemptions),
             ("thinfer_model_rows", "Tokens that went through the model.", facts.rows),
             ("thinfer_weight_bytes", "Weight bytes read.", facts.bytes_read),
-        )
+        ]
+        if facts.recall is not None:
+            recall = "Fraction of the neurons that fired which their predictors had named, in samples lately."
+            gauges.append(("thinfer_predictor_recall", recall, facts.recall))
+            counters += [
+                ("thinfer_predictor_needed_neurons", "Neurons that fired in samples.", facts.needed),
+                ("thinfer_predictor_found_neurons", "Of them those that predictors had named.", facts.found),
+            ]
         for name, text, value in gauges:
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, value in counters:

@@ -131,6 +131,8 @@ export class LiveView {
     find("saved").textContent = read < 0.995 * dense ? `${percent(1 - read / dense)} not read` : density < 1 ? "all, in order" : "";
     meter("read-meter", [read / dense]);
     find("density").textContent = `${percent(density)} on average`;
+    // Neurons that do not fire are skipped without thresholds.
+    if (density < 1) find("live-note").hidden = true;
     this.#kinds(Object.keys(KINDS).map((kind) => [KINDS[kind], mean((frame) => frame.kinds[kind] ?? 1)]));
     const layers = Array.from({ length: this.model.layers }, (_, layer) => mean((frame) => frame.layers[layer]));
     const [least, most] = [Math.min(...layers), Math.max(...layers)];
@@ -176,6 +178,8 @@ export class LiveView {
     meter("kv-meter", [now.kv_used, now.kv_cached]);
     find("kv-used").textContent = `${percent(now.kv_used)} in use`;
     find("kv-cached").textContent = `${percent(now.kv_cached)} kept for reuse`;
+    find("recall").hidden = now.recall === null;
+    find("recall").textContent = `Predictors find ${(100 * now.recall).toFixed(1)} % of the neurons that fire.`;
     const busy = worked || now.running > 0;
     this.#state(busy ? "busy" : "idle", busy ? "running" : "idle");
   }
