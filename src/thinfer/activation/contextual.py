@@ -82,6 +82,7 @@ def contextual(
 
     Raises:
         UsageError: the text is too short.
+        CheckFailed: the model predicts NaN.
 
     Example:
         >>> contextual("model.gguf")["rows"][0]["kl_mean"]  # doctest: +SKIP

@@ -149,6 +149,7 @@ def train_predictors(
     Raises:
         UsageError: PyTorch is missing, an impossible option, a text too short, or a model without sparse neurons.
         UnsupportedError: a width of the model is no multiple of 32.
+        CheckFailed: activations are NaN.
         ResourceError: the recording does not fit the scratch disk.
 
     Example:

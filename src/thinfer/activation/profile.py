@@ -14,6 +14,7 @@ from thinfer.core.artifact import Artifact, base_for, require_writable
 from thinfer.core.profile import HOT_SHARE, OCTAVES, PROFILE_SECTION, UNION_SIZES, ActivationProfile, Float64
 from thinfer.core.whole import require_whole
 from thinfer.engine.batch import Batch
+from thinfer.engine.finite import require_numbers
 from thinfer.engine.llm import LLM
 from thinfer.engine.runtime import Engine, Work
 from thinfer.errors import UnsupportedError, UsageError
@@ -70,6 +71,7 @@ def profile(
 
     Raises:
         UsageError: an unknown or impossible option, or a text too short.
+        CheckFailed: activations are NaN.
 
     Example:
         >>> found, report = profile("relu-model", "profile", tokens=4096)  # doctest: +SKIP
@@ -262,6 +264,7 @@ class _Watcher:
         index, about = self._sites[site]
         rows = batch.positions >= self._settings.sink_tokens
         x = x[rows]
+        require_numbers(x, f"the input of {site}")
         exponents = (np.ascontiguousarray(x).view(np.uint32) >> np.uint32(23)) & np.uint32(0xFF)
         self._histograms[index] += np.bincount(exponents.ravel(), minlength=OCTAVES)
         if about.kind == "o":
