@@ -170,6 +170,8 @@ def test_random_gates_get_predictors_that_say_whether_they_count(tmp_path):
     ("options", "message"),
     [
         ({"targets": ("toes",)}, "choose from neurons, heads"),
+        ({"targets": ("heads", "heads")}, "each once"),
+        ({"layers": []}, "no layer is named"),
         ({"kind": "magic"}, "lowrank, mlp"),
         ({"lookahead": 2}, "0 .* or 1"),
         ({"bits": 3}, "8 or 4"),

@@ -77,6 +77,7 @@ def test_predict_train_reports_and_says_what_counts(model, text, tmp_path):
         (("contextual", "x", "--what", "tails"), "choose from heads"),
         (("predict", "train", "x"), "-o DIR"),
         (("predict", "train", "x", "-o", "y", "--layers", "a-b"), "--layers a-b"),
+        (("predict", "train", "x", "-o", "y", "--layers", "5-3"), "--layers 5-3: write numbers and ranges"),
     ],
 )
 def test_wrong_arguments_are_usage_errors(arguments, message, monkeypatch, tmp_path):

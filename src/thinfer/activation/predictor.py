@@ -104,10 +104,12 @@ class PredictOptions:
     quality_windows: int = 2
 
     def __post_init__(self) -> None:
-        if not self.targets or set(self.targets) - set(get_args(Target)):
-            raise UsageError(f"targets are {', '.join(self.targets) or 'empty'}; choose from neurons, heads")
+        if not self.targets or len(set(self.targets) & set(get_args(Target))) < len(self.targets):
+            raise UsageError(f"targets are {', '.join(self.targets) or 'empty'}; choose from neurons, heads, each once")
         if self.kind not in get_args(Kind):
             raise UsageError(f"kind is {self.kind!r}; choose one of {', '.join(get_args(Kind))}")
+        if self.layers is not None and not self.layers:
+            raise UsageError("no layer is named; name some, or none for all")
         if self.lookahead not in (0, 1):
             raise UsageError(f"lookahead is {self.lookahead}; it is 0 (the layer's own input) or 1 (one layer ahead)")
         if self.bits not in _TYPES:
