@@ -234,7 +234,7 @@ def train_twin(activation: str, data: Corpus, training: TrainOptions, options: a
     # On the way a part is enough.
     few = data.held_out[:: max(1, len(data.held_out) // 64)]
 
-    def after_step(step: int) -> None:
+    def look(step: int) -> None:
         if step in points:
             found = measure(model, ffns, few)
             curve.add(step + 1, {"tokens": (step + 1) * options.batch * options.length, **found})
@@ -248,7 +248,7 @@ def train_twin(activation: str, data: Corpus, training: TrainOptions, options: a
             SparseLoss(ffns, l1, training.steps),
             lambda number: (number, data(number)),
             training,
-            after_step=after_step,
+            measure=look,
             folder=states,
             key=key,
             resume=True,

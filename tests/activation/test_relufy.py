@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,30 @@ def test_written_windows_begin_as_the_text_and_are_spread_evenly(dense):
     assert torch.equal(rows[1::2], written)
     assert torch.equal(rows[::2], torch.cat([one(n) for n in range(3)]))
     assert torch.equal(MixedBatches(text, written, 0.0)(1), text(1))
+
+
+def test_the_model_s_own_settings_do_not_bend_what_it_writes(dense, tmp_path):
+    text = TextBatches(torch.randint(4, 200, (4, 40), generator=torch.Generator().manual_seed(0)), 1, 0, "", "")
+    own = {"repetition_penalty": 1e6, "no_repeat_ngram_size": 1, "num_beams": 2, "temperature": 0.01}
+    model = load_torch(write_tiny_llama(tmp_path / "same", generation=own)).model
+    assert model.generation_config.repetition_penalty == 1e6
+    assert torch.equal(write_windows(model, text, 2), write_windows(load_torch(dense).model, text, 2))
+    assert model.generation_config.repetition_penalty == 1e6
+
+
+def test_measuring_on_the_way_is_not_the_training_s_time(dense, tmp_path, monkeypatch):
+    measured = module.Session.measure
+
+    def slow(self, when, model=None):
+        time.sleep(0.5 * when.startswith("at step"))
+        return measured(self, when, model)
+
+    monkeypatch.setattr(module.Session, "measure", slow)
+    began = time.monotonic()
+    report = relufy(dense, tmp_path / "out", options(tokens=4 * 64), evaluation=EVALUATION)
+    assert len(report["curve"]) == 5
+    assert report["training"]["seconds"] < time.monotonic() - began - 4 * 0.5
+    assert report["tokens_per_second"] == pytest.approx(4 * 64 / report["training"]["seconds"])
 
 
 def test_the_curve_survives_and_forgets_other_runs(tmp_path):

@@ -161,7 +161,7 @@ class _Run:
             round(options.steps * number / options.eval_points) - 1 for number in range(1, options.eval_points + 1)
         }
 
-        def after_step(step: int) -> None:
+        def measure(step: int) -> None:
             if step in points:
                 found = self._measure(f"at step {step + 1}", model, swap.ffns)
                 tokens = (step + 1) * options.batch * options.seqlen
@@ -179,7 +179,9 @@ class _Run:
             if self._dense is not None:
                 self._dense.compile()
         result = self._session.train(
-            loss if adapters is None else adapters.cached(loss), lambda number: (number, batches(number)), after_step
+            loss if adapters is None else adapters.cached(loss),
+            lambda number: (number, batches(number)),
+            measure=measure,
         )
         trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if adapters is not None:

@@ -163,6 +163,7 @@ class Session:
         loss: Loss,
         batches: Batches | None = None,
         after_step: Callable[[int], None] = lambda _: None,
+        measure: Callable[[int], None] = lambda _: None,
     ) -> TrainResult:
         """Train the model's trainable parameters; CheckFailed also names a state that lies in the way of another try.
 
@@ -170,6 +171,7 @@ class Session:
             loss: of the model and a batch.
             batches: None: those of the text.
             after_step: as for `train`.
+            measure: as for `train`.
         """
         try:
             return train(
@@ -178,6 +180,7 @@ class Session:
                 batches or self.batches,
                 self.options.training,
                 after_step=after_step,
+                measure=measure,
                 folder=self.states,
                 key=self.key,
                 resume=self.job.resume,
