@@ -287,9 +287,13 @@ def test_the_verb_and_the_engine(dense, tmp_path):
         (["-o", "X", "--shift", "-1"], "must be numbers from 0"),
         (["-o", "X", "--progressive", "--refit", "4"], "--refit or --progressive"),
         (["-o", "/dev/null/x"], "choose another -o"),
+        (["-o", "X", "--seqlen", "513"], "windows of 513 tokens: the model was made for 512; use --seqlen 512"),
+        (["-o", "X", "--eval-ctx", "513"], "the model was made for 512; use --eval-ctx 512"),
     ],
 )
-def test_wrong_flags_fail_early(dense, flags, message):
+def test_wrong_flags_fail_early(dense, tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["relufy", str(dense), *flags])
     assert result.exit_code == 2
     assert message in result.stderr
+    assert not list(tmp_path.iterdir())

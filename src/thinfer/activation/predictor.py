@@ -10,6 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from thinfer.activation.masked_run import Bool, Comparison, Float32, WindowRunner
+from thinfer.activation.observed import open_dense
 from thinfer.activation.predictor_training import (
     Data,
     FitOptions,
@@ -149,7 +150,8 @@ def train_predictors(
         "bytes"; "quality" of those that count on held-out windows (None when none does); "options", "engine", "text".
 
     Raises:
-        UsageError: PyTorch is missing, an impossible option, a text too short, or a model without sparse neurons.
+        UsageError: PyTorch is missing, an impossible option, a text too short, windows too long for the model, or a model
+            without sparse neurons.
         UnsupportedError: a width of the model is no multiple of 32.
         CheckFailed: activations are NaN.
         ResourceError: the recording does not fit the scratch disk.
@@ -164,7 +166,7 @@ def train_predictors(
     tell = progress or (lambda line: None)
     require_training(settings.device)
     require_writable(out)
-    with LLM(model, sparsity=False, **({"max_model_len": settings.seq_len} | given)) as llm:
+    with open_dense(model, settings.seq_len, given) as llm:
         windows = _windows(llm, text, settings)
         trained = _Training(llm.engine, settings, windows, tell).run()
         loaded = llm.engine.model

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thinfer.activation.observed import open_dense
 from thinfer.activation.scores import Float32, Site, block_sites
 from thinfer.calibration.text import TokenWindows, token_windows
 from thinfer.core.artifact import Artifact, base_for, require_writable
@@ -70,7 +71,7 @@ def profile(
         The profile, and its figures ready for JSON (see `summary`) with "options", "engine" and "texts".
 
     Raises:
-        UsageError: an unknown or impossible option, or a text too short.
+        UsageError: an unknown or impossible option, or a text too short, or windows too long for the model.
         CheckFailed: activations are NaN.
 
     Example:
@@ -83,7 +84,7 @@ def profile(
     settings = ProfileOptions(**{name: given.pop(name) for name in list(given) if name in known})
     tell = progress or (lambda line: None)
     require_writable(out)
-    with LLM(model, sparsity=False, **({"max_model_len": settings.seq_len} | given)) as llm:
+    with open_dense(model, settings.seq_len, given) as llm:
         cut = _windows(llm, texts, settings)
         found = observe(llm.engine, cut, settings, tell)
         engine = asdict(llm.options)
