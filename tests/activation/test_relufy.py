@@ -187,6 +187,24 @@ def test_a_folder_that_gives_something_else_never_appears(dense, tmp_path, monke
     assert not (tmp_path / "out").exists()
 
 
+def test_a_ramp_is_compiled_once_and_changes_nothing(dense, tmp_path, monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled(self, backend=backend))
+    ramp = {"stage": 2, "progressive": True, "ramp": 1.0, "tokens": 6 * 64}
+    plain = relufy(dense, tmp_path / "plain", options(**ramp), evaluation=EVALUATION)
+    report = relufy(dense, tmp_path / "out", options(**ramp, compile=True), evaluation=EVALUATION)
+    # Two of the teacher, two of the ramp, one of its end.
+    assert 2 <= len(graphs) <= 6
+    assert report["curve"] == plain["curve"]
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+
+
 def test_what_was_kept_is_for_one_run_and_damage_is_said(tmp_path):
     calls = []
 

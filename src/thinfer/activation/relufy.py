@@ -128,7 +128,8 @@ class _Run:
     def _measure(self, when: str, model: Any, ffns: tuple[Ffn, ...]) -> dict[str, Any]:
         """Perplexity, and the share of neurons at zero where `ffns` are given."""
         meter = ZeroMeter(ffns)
-        with meter.counting():
+        # Hooks and another length would be compiled for, beyond the number of variants that PyTorch keeps.
+        with torch.compiler.set_stance("force_eager"), meter.counting():
             quality = self._session.measure(when, model)
         shares = meter.shares()
         zeros = {"sparsity": sum(shares) / len(shares), "sparsity_by_layer": shares} if shares else {}
@@ -221,7 +222,7 @@ class _Run:
             files["learning-curve.png"] = picture.read_bytes()
         save_folder(self._model, draft, source=session.loaded.checkpoint, files=files, dtype=dtype)
         ids = torch.tensor([session.windows[0][:64]])
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             given = read_relufied(draft)(input_ids=ids, use_cache=False).logits
             wanted = self._model(input_ids=ids.to(session.job.device), use_cache=False).logits.cpu()
         if not torch.allclose(given.float(), wanted.float(), rtol=1e-2, atol=1e-2 * float(wanted.abs().max())):
