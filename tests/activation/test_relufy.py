@@ -1,6 +1,7 @@
 """`thinfer relufy` from end to end on a tiny model: nearer to the dense one, resumable, and it loads anywhere."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from thinfer.activation import relufy as module
@@ -122,6 +123,25 @@ def test_an_interrupted_run_resumes_to_the_same_bits(dense, tmp_path, changes):
     assert parts["curve"] == whole["curve"]
     assert parts["fitted"] == whole["fitted"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "whole"]
+
+
+@pytest.mark.parametrize("changes", [{"hidden": 0.0}, {"loss": "lm"}])
+def test_matrices_are_not_fitted_to_a_teacher_of_another_shape(dense, tmp_path, changes):
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        vocab_size=load_torch(dense).model.config.vocab_size,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "teacher")
+    for file in dense.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "teacher")
+    given = {"teacher": tmp_path / "teacher", "evaluation": EVALUATION}
+    with pytest.raises(UsageError, match=r"the teacher has 3 layers of 32, the student 2 of 64; use --refit 0"):
+        relufy(dense, tmp_path / "out", options(refit=4, **changes), **given)
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+    relufy(dense, tmp_path / "out", options(tokens=64, **changes), **given)
 
 
 def test_a_loss_that_is_not_finite_leaves_nothing_or_names_the_state(dense, tmp_path):

@@ -21,6 +21,7 @@ from thinfer.activation.relufy_loss import ReluLoss, choose_trainable
 from thinfer.activation.relufy_options import RelufyOptions
 from thinfer.errors import CheckFailed, UsageError
 from thinfer.pruning.checkpoint import LoadedModel
+from thinfer.pruning.recovery.distill import require_same_states
 from thinfer.pruning.recovery.language import TextBatches
 from thinfer.pruning.recovery.lora import Adapters
 from thinfer.pruning.recovery.session import Evaluation, Job, Progress, Session
@@ -78,6 +79,8 @@ def relufy(
         if options.loss == "distill" or options.refit_windows or options.generated_windows:
             dense = job.load(ref if teacher is None else teacher, "the dense model ")
             dense.model.requires_grad_(False)
+            if options.refit_windows:
+                require_same_states(loaded.model, dense.model, "--refit 0")
         return _Run(Session(job, options, loaded, dense, states), options).go(folder)
 
 
