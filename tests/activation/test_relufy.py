@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from thinfer.activation import relufy as module
@@ -86,6 +86,15 @@ def test_a_shift_is_kept_as_a_bias(dense, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.config.mlp_bias
     assert model.model.layers[0].mlp.gate_proj.bias.mean().item() == pytest.approx(-0.2, abs=0.02)
+
+
+def test_what_thinfer_cannot_run_is_said(dense, tmp_path):
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=32, vocab_size=load_torch(dense).model.vocab_size)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    for file in dense.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "gpt2")
+    report = relufy(tmp_path / "gpt2", tmp_path / "out", options(tokens=64), evaluation=EVALUATION)
+    assert report["notes"] == ["model type gpt2: transformers reads it, thinfer does not run it"]
 
 
 def test_stage_2_from_stage_1_with_the_dense_teacher(dense, tmp_path):

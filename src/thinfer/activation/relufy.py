@@ -20,6 +20,7 @@ from thinfer.activation.relufy_card import card, plot
 from thinfer.activation.relufy_loss import ReluLoss, choose_trainable
 from thinfer.activation.relufy_options import RelufyOptions
 from thinfer.errors import CheckFailed, UsageError
+from thinfer.models.registry import architectures
 from thinfer.pruning.checkpoint import LoadedModel
 from thinfer.pruning.recovery.distill import require_same_states
 from thinfer.pruning.recovery.language import TextBatches
@@ -119,10 +120,13 @@ class _Run:
             "after": after,
             "curve": [first, *self._curve.points],
         }
+        kind = str(model.config.model_type)
         report["options"]["refit"] = options.refit_windows
         report["text"]["windows_written_by_the_dense_model"] = options.generated_windows
         if options.stage == 2:
             report["notes"].append("model type relufied_*: thinfer reads it, transformers does not")
+        elif not any(kind in architecture.HF_TYPES for architecture in architectures().values()):
+            report["notes"].append(f"model type {kind}: transformers reads it, thinfer does not run it")
         session.job.progress(f"writing {folder}")
         self._save(swap, folder, report, dtype)
         session.close()
