@@ -84,7 +84,7 @@ def test_a_failed_write_leaves_the_old_artifact(written, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", fail)
-        with pytest.raises(ResourceError, match=r"new/folder: cannot be written \(No space left on device\); free some"):
+        with pytest.raises(ResourceError, match=r"new/folder: cannot be written \(No space left on device\); free"):
             Artifact("x", "y").save(folder)
     assert {name: (folder / name).read_bytes() for name in os.listdir(folder)} == before
     # The disk takes the tensors and is full at the JSON.

@@ -150,8 +150,8 @@ def train_predictors(
         "bytes"; "quality" of those that count on held-out windows (None when none does); "options", "engine", "text".
 
     Raises:
-        UsageError: PyTorch is missing, an impossible option, a text too short, windows too long for the model, or a model
-            without sparse neurons.
+        UsageError: PyTorch is missing, an impossible option, a text too short, windows too long for the model, or a
+            model without sparse neurons.
         UnsupportedError: a width of the model is no multiple of 32.
         CheckFailed: activations are NaN.
         ResourceError: the recording does not fit the scratch disk.
