@@ -147,6 +147,8 @@ def corpus(text: list[Path], length: int, batch: int, seed: int, eval_windows: i
         raise UsageError(f"the text has too few files, or pieces of {_PIECE} bytes, to hold one out; give more")
     stream = np.concatenate([np.append(BOS, np.frombuffer(part, np.uint8)).astype(np.int16) for part in learnt])
     body = length - 1
+    if body < 2:
+        raise UsageError(f"--length {length}: windows hold a begin token and two bytes at least; use 3 or more")
     count = len(stream) // body
     if count < batch:
         raise UsageError(f"the text has {len(stream)} bytes, less than one batch of {batch * body}; give a longer one")
