@@ -42,6 +42,8 @@ class Shape:
     seed: int
 
     def __post_init__(self) -> None:
+        if min(self.layers, self.hidden, self.intermediate, self.heads) < 1 or self.seed < 0:
+            raise UsageError("--layers, --hidden, --intermediate and --heads must be at least 1, --seed at least 0")
         head = self.hidden // self.heads
         if self.hidden % _BLOCK or self.intermediate % _BLOCK or head * self.heads != self.hidden or head % 2:
             raise UsageError(

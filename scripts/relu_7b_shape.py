@@ -42,7 +42,7 @@ from thinfer.engine.batch import Batch
 from thinfer.engine.executor import Float32
 from thinfer.engine.options import EngineOptions, NeuronsName
 from thinfer.engine.runtime import Engine, Work
-from thinfer.errors import ThinferError
+from thinfer.errors import ThinferError, UsageError
 from thinfer.formats.checkpoint import open_checkpoint
 from thinfer.models.loader import load_model
 
@@ -180,6 +180,8 @@ def groups(size: int, with_peer: bool) -> list[list[str]]:
 
 def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Write the files, check, measure; rows as of `thinfer bench`, with `zeros` and `ratio_dense`."""
+    if min(options.steps, options.rounds, options.threads) < 1:
+        raise UsageError("--steps, --rounds and --threads must be at least 1")
     shape = Shape(
         options.layers,
         options.hidden,

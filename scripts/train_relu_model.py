@@ -147,6 +147,8 @@ def corpus(text: list[Path], length: int, batch: int, seed: int, eval_windows: i
         raise UsageError(f"the text has too few files, or pieces of {_PIECE} bytes, to hold one out; give more")
     stream = np.concatenate([np.append(BOS, np.frombuffer(part, np.uint8)).astype(np.int16) for part in learnt])
     body = length - 1
+    if body < 2:
+        raise UsageError(f"--length {length}: windows hold a begin token and two bytes at least; use 3 or more")
     count = len(stream) // body
     if count < batch:
         raise UsageError(f"the text has {len(stream)} bytes, less than one batch of {batch * body}; give a longer one")
@@ -234,7 +236,7 @@ def train_twin(activation: str, data: Corpus, training: TrainOptions, options: a
     # On the way a part is enough.
     few = data.held_out[:: max(1, len(data.held_out) // 64)]
 
-    def after_step(step: int) -> None:
+    def look(step: int) -> None:
         if step in points:
             found = measure(model, ffns, few)
             curve.add(step + 1, {"tokens": (step + 1) * options.batch * options.length, **found})
@@ -248,7 +250,7 @@ def train_twin(activation: str, data: Corpus, training: TrainOptions, options: a
             SparseLoss(ffns, l1, training.steps),
             lambda number: (number, data(number)),
             training,
-            after_step=after_step,
+            measure=look,
             folder=states,
             key=key,
             resume=True,

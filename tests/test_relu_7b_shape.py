@@ -115,6 +115,8 @@ def test_too_little_memory_loads_fewer_at_a_time_with_dense_in_each(script):
         (["--hidden", "100"], "multiples of 32"),
         (["--zeros", "0.2"], "from 0.5"),
         (["--vocab", "100"], "at least 259"),
+        (["--heads", "0"], "must be at least 1"),
+        (["--steps", "0"], "must be at least 1"),
     ],
 )
 def test_what_cannot_be_written_is_one_line(script, tmp_path, capsys, changed, message):

@@ -144,6 +144,7 @@ def test_a_finished_model_of_other_settings_is_not_taken_for_this_one(script, te
     [
         (["--text", "no such file"], "error: --text no such file: No such file or directory"),
         (["--lr", "nan"], "error: learning rate nan"),
+        (["--length", "1"], "error: --length 1: windows hold a begin token and two bytes at least; use 3 or more"),
         (["--steps", "0"], "--steps: 0 is less than 1"),
         (["-o", "/dev/null/x"], "error: /dev/null/x: cannot be written"),
     ],

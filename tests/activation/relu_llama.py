@@ -26,3 +26,12 @@ def write_predictable(folder, directions=8):
         tensors[f"model.layers.{layer}.mlp.gate_proj.weight"] = gate.astype(np.float32)
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def write_broken(folder, write=write_relu):
+    """A tiny model, as `write` makes it, with a NaN among its weights."""
+    write(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 3] = np.nan
+    save_file(tensors, folder / "model.safetensors")
+    return folder

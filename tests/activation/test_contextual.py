@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+from activation.relu_llama import write_broken
 from thinfer.activation.contextual import ContextualOptions, contextual, measure, top_share
 from thinfer.activation.masked_run import RecordedSets, WindowRunner
 from thinfer.engine.options import EngineOptions
 from thinfer.engine.runtime import Engine, Work
-from thinfer.errors import UsageError
+from thinfer.errors import CheckFailed, UsageError
 
 WINDOW = list(range(40, 100))
 
@@ -86,3 +87,8 @@ def test_the_report_names_its_conditions(tiny_folder, tmp_path):
 def test_wrong_options_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
         ContextualOptions(**options)
+
+
+def test_broken_weights_are_one_message(tmp_path):
+    with pytest.raises(CheckFailed, match=r"what the model predicts is NaN: the model's weights are broken"):
+        contextual(write_broken(tmp_path / "model"), options=ContextualOptions(ctx=32, windows=1))

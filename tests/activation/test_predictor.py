@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from activation.relu_llama import write_predictable, write_relu
+from activation.relu_llama import write_broken, write_predictable, write_relu
 from thinfer.activation.masked_run import WindowRunner
 from thinfer.activation.predictor import PredictOptions, train_predictors
 from thinfer.core.artifact import Artifact
 from thinfer.core.predictor import selector_of
 from thinfer.engine.llm import LLM
 from thinfer.engine.predictors import PredictedSets, Scorer, load_predictors
-from thinfer.errors import ArtifactError, UsageError
+from thinfer.errors import ArtifactError, CheckFailed, UsageError
 from tiny_llama import write_tiny_llama
 
 pytest.importorskip("torch")
@@ -170,6 +170,8 @@ def test_random_gates_get_predictors_that_say_whether_they_count(tmp_path):
     ("options", "message"),
     [
         ({"targets": ("toes",)}, "choose from neurons, heads"),
+        ({"targets": ("heads", "heads")}, "each once"),
+        ({"layers": []}, "no layer is named"),
         ({"kind": "magic"}, "lowrank, mlp"),
         ({"lookahead": 2}, "0 .* or 1"),
         ({"bits": 3}, "8 or 4"),
@@ -190,3 +192,11 @@ def test_layers_and_devices_that_are_not_there(model, tmp_path):
         train_predictors(model, tmp_path / "out", **SMALL, layers=[2])
     with pytest.raises(UsageError, match="--device cpu"):
         train_predictors(model, tmp_path / "out", **SMALL, device="cuda:99")
+
+
+@pytest.mark.parametrize("targets", [("neurons",), ("heads",)])
+def test_broken_weights_are_one_message_and_nothing_is_written(tmp_path, targets):
+    model = write_broken(tmp_path / "model", write_predictable)
+    with pytest.raises(CheckFailed, match=r"is NaN: the model's weights are broken; fetch or make the model again"):
+        train_predictors(model, tmp_path / "out", targets=targets, **SMALL)
+    assert not (tmp_path / "out").exists()

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from activation.relu_llama import write_relu
+from activation.relu_llama import write_broken, write_relu
 from thinfer.activation.profile import head_grams, head_norms, profile
 from thinfer.activation.profile_plot import plot_profile
 from thinfer.activation.scores import block_sites
@@ -15,7 +15,7 @@ from thinfer.core.artifact import Artifact
 from thinfer.core.profile import UNION_SIZES, ActivationProfile
 from thinfer.engine.llm import LLM
 from thinfer.engine.runtime import Work
-from thinfer.errors import UsageError
+from thinfer.errors import CheckFailed, UsageError
 from tiny_llama import FFN, HEADS, LAYERS, write_tiny_llama
 
 TEXT = "The prince came into the room, and all the ladies looked at him with a smile; he bowed. " * 30
@@ -140,4 +140,11 @@ def test_norms_by_gram_matrices_are_those_of_the_projection(tiny_model):
 def test_wrong_options_are_refused(model, tmp_path, options, message):
     with pytest.raises(UsageError, match=message):
         profile(model, tmp_path / "out", texts=[TEXT], **{"executor": "reference", **options})
+    assert not (tmp_path / "out").exists()
+
+
+def test_broken_weights_are_one_message_and_nothing_is_written(tmp_path):
+    model = write_broken(tmp_path / "model")
+    with pytest.raises(CheckFailed, match=r"the input of layers\.0\.down is NaN: the model's weights are broken"):
+        profile(model, tmp_path / "out", texts=[TEXT], **SMALL)
     assert not (tmp_path / "out").exists()

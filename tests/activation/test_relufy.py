@@ -1,16 +1,18 @@
 """`thinfer relufy` from end to end on a tiny model: nearer to the dense one, resumable, and it loads anywhere."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from thinfer.activation import relufy as module
@@ -86,6 +88,15 @@ def test_a_shift_is_kept_as_a_bias(dense, tmp_path):
     assert model.model.layers[0].mlp.gate_proj.bias.mean().item() == pytest.approx(-0.2, abs=0.02)
 
 
+def test_what_thinfer_cannot_run_is_said(dense, tmp_path):
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=32, vocab_size=load_torch(dense).model.vocab_size)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    for file in dense.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "gpt2")
+    report = relufy(tmp_path / "gpt2", tmp_path / "out", options(tokens=64), evaluation=EVALUATION)
+    assert report["notes"] == ["model type gpt2: transformers reads it, thinfer does not run it"]
+
+
 def test_stage_2_from_stage_1_with_the_dense_teacher(dense, tmp_path):
     relufy(dense, tmp_path / "one", options(tokens=64), evaluation=EVALUATION)
     with pytest.raises(UsageError, match="has ReLU already; give the dense model"):
@@ -121,6 +132,25 @@ def test_an_interrupted_run_resumes_to_the_same_bits(dense, tmp_path, changes):
     assert parts["curve"] == whole["curve"]
     assert parts["fitted"] == whole["fitted"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts", "whole"]
+
+
+@pytest.mark.parametrize("changes", [{"hidden": 0.0}, {"loss": "lm"}])
+def test_matrices_are_not_fitted_to_a_teacher_of_another_shape(dense, tmp_path, changes):
+    config = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        vocab_size=load_torch(dense).model.config.vocab_size,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "teacher")
+    for file in dense.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "teacher")
+    given = {"teacher": tmp_path / "teacher", "evaluation": EVALUATION}
+    with pytest.raises(UsageError, match=r"the teacher has 3 layers of 32, the student 2 of 64; use --refit 0"):
+        relufy(dense, tmp_path / "out", options(refit=4, **changes), **given)
+    assert [path.name for path in tmp_path.iterdir()] == ["teacher"]
+    relufy(dense, tmp_path / "out", options(tokens=64, **changes), **given)
 
 
 def test_a_loss_that_is_not_finite_leaves_nothing_or_names_the_state(dense, tmp_path):
@@ -186,6 +216,24 @@ def test_a_folder_that_gives_something_else_never_appears(dense, tmp_path, monke
     assert not (tmp_path / "out").exists()
 
 
+def test_a_ramp_is_compiled_once_and_changes_nothing(dense, tmp_path, monkeypatch):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compiled(self, backend=backend))
+    ramp = {"stage": 2, "progressive": True, "ramp": 1.0, "tokens": 6 * 64}
+    plain = relufy(dense, tmp_path / "plain", options(**ramp), evaluation=EVALUATION)
+    report = relufy(dense, tmp_path / "out", options(**ramp, compile=True), evaluation=EVALUATION)
+    # Two of the teacher, two of the ramp, one of its end.
+    assert 2 <= len(graphs) <= 6
+    assert report["curve"] == plain["curve"]
+    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+
+
 def test_what_was_kept_is_for_one_run_and_damage_is_said(tmp_path):
     calls = []
 
@@ -216,6 +264,30 @@ def test_written_windows_begin_as_the_text_and_are_spread_evenly(dense):
     assert torch.equal(rows[1::2], written)
     assert torch.equal(rows[::2], torch.cat([one(n) for n in range(3)]))
     assert torch.equal(MixedBatches(text, written, 0.0)(1), text(1))
+
+
+def test_the_model_s_own_settings_do_not_bend_what_it_writes(dense, tmp_path):
+    text = TextBatches(torch.randint(4, 200, (4, 40), generator=torch.Generator().manual_seed(0)), 1, 0, "", "")
+    own = {"repetition_penalty": 1e6, "no_repeat_ngram_size": 1, "num_beams": 2, "temperature": 0.01}
+    model = load_torch(write_tiny_llama(tmp_path / "same", generation=own)).model
+    assert model.generation_config.repetition_penalty == 1e6
+    assert torch.equal(write_windows(model, text, 2), write_windows(load_torch(dense).model, text, 2))
+    assert model.generation_config.repetition_penalty == 1e6
+
+
+def test_measuring_on_the_way_is_not_the_training_s_time(dense, tmp_path, monkeypatch):
+    measured = module.Session.measure
+
+    def slow(self, when, model=None):
+        time.sleep(0.5 * when.startswith("at step"))
+        return measured(self, when, model)
+
+    monkeypatch.setattr(module.Session, "measure", slow)
+    began = time.monotonic()
+    report = relufy(dense, tmp_path / "out", options(tokens=4 * 64), evaluation=EVALUATION)
+    assert len(report["curve"]) == 5
+    assert report["training"]["seconds"] < time.monotonic() - began - 4 * 0.5
+    assert report["tokens_per_second"] == pytest.approx(4 * 64 / report["training"]["seconds"])
 
 
 def test_the_curve_survives_and_forgets_other_runs(tmp_path):
@@ -262,9 +334,13 @@ def test_the_verb_and_the_engine(dense, tmp_path):
         (["-o", "X", "--shift", "-1"], "must be numbers from 0"),
         (["-o", "X", "--progressive", "--refit", "4"], "--refit or --progressive"),
         (["-o", "/dev/null/x"], "choose another -o"),
+        (["-o", "X", "--seqlen", "513"], "windows of 513 tokens: the model was made for 512; use --seqlen 512"),
+        (["-o", "X", "--eval-ctx", "513"], "the model was made for 512; use --eval-ctx 512"),
     ],
 )
-def test_wrong_flags_fail_early(dense, flags, message):
+def test_wrong_flags_fail_early(dense, tmp_path, monkeypatch, flags, message):
+    monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, ["relufy", str(dense), *flags])
     assert result.exit_code == 2
     assert message in result.stderr
+    assert not list(tmp_path.iterdir())

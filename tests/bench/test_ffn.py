@@ -47,6 +47,15 @@ def test_a_row_a_level_and_kind(stored, gated):
             assert 1 < row["bytes_ratio"] <= row["byte_ceiling"] * 1.01
 
 
-@pytest.mark.parametrize("arguments", [["--hidden", "300"], ["--sparsity", "1"], ["--sparsity", "x"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--hidden", "300"],
+        ["--sparsity", "1"],
+        ["--sparsity", "x"],
+        ["--sparsity", "0.999999", "--list", "given"],
+        ["--seed", "-1"],
+    ],
+)
 def test_what_cannot_be_timed_is_refused(arguments):
     assert invoke(*SMALL, *arguments).exit_code == 2

@@ -29,6 +29,23 @@ def invoke(*arguments):
     return CliRunner().invoke(app, list(arguments), prog_name="thinfer", catch_exceptions=False)
 
 
+@pytest.mark.parametrize(
+    ("verb", "option"),
+    [
+        (("profile", "-o", "out"), "--seqlen"),
+        (("predict", "train", "-o", "out"), "--seqlen"),
+        (("calibrate", "-o", "out", "--sparsity", "0.4"), "--seqlen"),
+        (("contextual",), "-c"),
+    ],
+)
+def test_windows_longer_than_the_context_are_refused(model, tmp_path, monkeypatch, verb, option):
+    monkeypatch.chdir(tmp_path)
+    result = invoke(*verb, "-m", model, option, "513")
+    assert result.exit_code == 2
+    assert f"windows of 513 tokens: the model was made for 512; use {option} 512 or less" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_profile_writes_pictures_and_prints_json(model, text, tmp_path):
     pytest.importorskip("matplotlib")
     out = str(tmp_path / "out")
@@ -77,6 +94,7 @@ def test_predict_train_reports_and_says_what_counts(model, text, tmp_path):
         (("contextual", "x", "--what", "tails"), "choose from heads"),
         (("predict", "train", "x"), "-o DIR"),
         (("predict", "train", "x", "-o", "y", "--layers", "a-b"), "--layers a-b"),
+        (("predict", "train", "x", "-o", "y", "--layers", "5-3"), "--layers 5-3: write numbers and ranges"),
     ],
 )
 def test_wrong_arguments_are_usage_errors(arguments, message, monkeypatch, tmp_path):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from thinfer.core.artifact import JSON_NAME, TENSORS_NAME, Artifact, require_writable
-from thinfer.errors import ArtifactError, UsageError
+from thinfer.errors import ArtifactError, ResourceError, UsageError
 
 
 @pytest.fixture
@@ -80,12 +80,27 @@ def test_a_failed_write_leaves_the_old_artifact(written, monkeypatch):
     before = {name: (folder / name).read_bytes() for name in os.listdir(folder)}
 
     def fail(*_):
-        raise OSError("disk full")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        Artifact("x", "y").save(folder)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", fail)
+        with pytest.raises(ResourceError, match=r"new/folder: cannot be written \(No space left on device\); free"):
+            Artifact("x", "y").save(folder)
     assert {name: (folder / name).read_bytes() for name in os.listdir(folder)} == before
+    # The disk takes the tensors and is full at the JSON.
+    flush, flushed = os.fsync, []
+    monkeypatch.setattr(os, "fsync", lambda handle: fail() if flushed else flushed.append(flush(handle)))
+    with pytest.raises(ResourceError, match="No space left on device"):
+        Artifact("x", "y").save(folder)
+    assert flushed
+    assert {name: (folder / name).read_bytes() for name in os.listdir(folder)} == before
+    assert Artifact.read(folder).base == "../model.gguf"
+
+
+def test_what_is_no_json_writes_nothing(tmp_path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        Artifact("x", "y", {"profile": {"reuse": float("nan")}}).save(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_where_nothing_can_be_written_is_known_before(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ import numpy as np
 from thinfer.activation.masked_run import Bool, Comparison, Float32, RecordedSets, WindowRunner
 from thinfer.activation.profile import head_grams, head_norms
 from thinfer.activation.scores import block_sites, column_norms
-from thinfer.calibration.text import cut_windows, read_text
+from thinfer.calibration.text import cut_windows, read_text, require_context
 from thinfer.data import evaluation_text
 from thinfer.errors import UsageError
 from thinfer.formats.checkpoint import open_checkpoint
@@ -81,7 +81,8 @@ def contextual(
         "windows", "stride", "bos", "sink_tokens". Tokens after the sinks are scored.
 
     Raises:
-        UsageError: the text is too short.
+        UsageError: the text is too short, or windows are too long for the model.
+        CheckFailed: the model predicts NaN.
 
     Example:
         >>> contextual("model.gguf")["rows"][0]["kl_mean"]  # doctest: +SKIP
@@ -92,6 +93,7 @@ def contextual(
     checkpoint = open_checkpoint(model)
     try:
         loaded = load_model(checkpoint)
+        require_context(settings.ctx, loaded.config.max_position_embeddings, "-c")
         tokenizer = Tokenizer.from_checkpoint(checkpoint)
         bos = (tokenizer.bos_id,) if tokenizer.adds_bos and tokenizer.bos_id is not None else ()
         body = settings.ctx - len(bos)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import floor
 from typing import Any
@@ -54,20 +55,36 @@ def write_windows(
         for first in range(0, count, _TOGETHER):
             ids = torch.cat([one_by_one(number) for number in range(first, min(first + _TOGETHER, count))])
             ids = ids[:, :_BEGINNING].to(device)
-            ids = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=True,
-                temperature=1.0,
-                top_k=0,
-                top_p=1.0,
-                max_new_tokens=length - _BEGINNING,
-                min_new_tokens=length - _BEGINNING,
-                pad_token_id=0,
-            )
-            written.append(ids)
+            with _whole_distribution(model, length - _BEGINNING):
+                written.append(model.generate(ids, attention_mask=torch.ones_like(ids)))
             progress(f"the dense model writes text: {min(first + _TOGETHER, count)} of {count} windows")
     return torch.cat(written).to(text.windows.device)
+
+
+@contextmanager
+def _whole_distribution(model: Any, tokens: int) -> Iterator[None]:
+    """Within, the model writes so many tokens, none of them an end, drawn as it predicts them.
+
+    Its own settings, such as a penalty on repetition, would be mixed into arguments of `generate`.
+    """
+    from transformers import GenerationConfig
+
+    make: Any = GenerationConfig
+    own = model.generation_config
+    model.generation_config = make(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        eos_token_id=own.eos_token_id,
+        pad_token_id=0,
+    )
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from thinfer.core.distribution import divergence, log_softmax
 from thinfer.core.selector import ChannelMask
 from thinfer.engine.batch import Batch
 from thinfer.engine.executor import Observe
+from thinfer.engine.finite import require_numbers
 from thinfer.engine.kv_cache import BLOCK_SIZE, KvLayout
 from thinfer.engine.reference import ReferenceExecutor
 from thinfer.models.loader import Model
@@ -78,7 +79,12 @@ class Comparison:
         self._same: list[Bool] = []
 
     def add(self, window: Sequence[int], dense: Float32, masked: Float32, first: int = 0) -> None:
-        """Count one window's predictions of token ``first + 1`` on; logits are float32 [T, vocab]."""
+        """Count one window's predictions of token ``first + 1`` on; logits are float32 [T, vocab].
+
+        CheckFailed when a logit is NaN.
+        """
+        for logits in (dense, masked):
+            require_numbers(logits, "what the model predicts")
         for start in range(first, len(window) - 1, _PIECE):
             stop = min(start + _PIECE, len(window) - 1)
             targets = np.asarray(window[start + 1 : stop + 1])

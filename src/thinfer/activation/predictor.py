@@ -10,6 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from thinfer.activation.masked_run import Bool, Comparison, Float32, WindowRunner
+from thinfer.activation.observed import open_dense
 from thinfer.activation.predictor_training import (
     Data,
     FitOptions,
@@ -104,10 +105,12 @@ class PredictOptions:
     quality_windows: int = 2
 
     def __post_init__(self) -> None:
-        if not self.targets or set(self.targets) - set(get_args(Target)):
-            raise UsageError(f"targets are {', '.join(self.targets) or 'empty'}; choose from neurons, heads")
+        if not self.targets or len(set(self.targets) & set(get_args(Target))) < len(self.targets):
+            raise UsageError(f"targets are {', '.join(self.targets) or 'empty'}; choose from neurons, heads, each once")
         if self.kind not in get_args(Kind):
             raise UsageError(f"kind is {self.kind!r}; choose one of {', '.join(get_args(Kind))}")
+        if self.layers is not None and not self.layers:
+            raise UsageError("no layer is named; name some, or none for all")
         if self.lookahead not in (0, 1):
             raise UsageError(f"lookahead is {self.lookahead}; it is 0 (the layer's own input) or 1 (one layer ahead)")
         if self.bits not in _TYPES:
@@ -147,8 +150,10 @@ def train_predictors(
         "bytes"; "quality" of those that count on held-out windows (None when none does); "options", "engine", "text".
 
     Raises:
-        UsageError: PyTorch is missing, an impossible option, a text too short, or a model without sparse neurons.
+        UsageError: PyTorch is missing, an impossible option, a text too short, windows too long for the model, or a
+            model without sparse neurons.
         UnsupportedError: a width of the model is no multiple of 32.
+        CheckFailed: activations are NaN.
         ResourceError: the recording does not fit the scratch disk.
 
     Example:
@@ -161,7 +166,7 @@ def train_predictors(
     tell = progress or (lambda line: None)
     require_training(settings.device)
     require_writable(out)
-    with LLM(model, sparsity=False, **({"max_model_len": settings.seq_len} | given)) as llm:
+    with open_dense(model, settings.seq_len, given) as llm:
         windows = _windows(llm, text, settings)
         trained = _Training(llm.engine, settings, windows, tell).run()
         loaded = llm.engine.model

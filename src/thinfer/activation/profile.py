@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from thinfer.activation.observed import open_dense
 from thinfer.activation.scores import Float32, Site, block_sites
 from thinfer.calibration.text import TokenWindows, token_windows
 from thinfer.core.artifact import Artifact, base_for, require_writable
 from thinfer.core.profile import HOT_SHARE, OCTAVES, PROFILE_SECTION, UNION_SIZES, ActivationProfile, Float64
 from thinfer.core.whole import require_whole
 from thinfer.engine.batch import Batch
+from thinfer.engine.finite import require_numbers
 from thinfer.engine.llm import LLM
 from thinfer.engine.runtime import Engine, Work
 from thinfer.errors import UnsupportedError, UsageError
@@ -69,7 +71,8 @@ def profile(
         The profile, and its figures ready for JSON (see `summary`) with "options", "engine" and "texts".
 
     Raises:
-        UsageError: an unknown or impossible option, or a text too short.
+        UsageError: an unknown or impossible option, or a text too short, or windows too long for the model.
+        CheckFailed: activations are NaN.
 
     Example:
         >>> found, report = profile("relu-model", "profile", tokens=4096)  # doctest: +SKIP
@@ -81,7 +84,7 @@ def profile(
     settings = ProfileOptions(**{name: given.pop(name) for name in list(given) if name in known})
     tell = progress or (lambda line: None)
     require_writable(out)
-    with LLM(model, sparsity=False, **({"max_model_len": settings.seq_len} | given)) as llm:
+    with open_dense(model, settings.seq_len, given) as llm:
         cut = _windows(llm, texts, settings)
         found = observe(llm.engine, cut, settings, tell)
         engine = asdict(llm.options)
@@ -262,6 +265,7 @@ class _Watcher:
         index, about = self._sites[site]
         rows = batch.positions >= self._settings.sink_tokens
         x = x[rows]
+        require_numbers(x, f"the input of {site}")
         exponents = (np.ascontiguousarray(x).view(np.uint32) >> np.uint32(23)) & np.uint32(0xFF)
         self._histograms[index] += np.bincount(exponents.ravel(), minlength=OCTAVES)
         if about.kind == "o":

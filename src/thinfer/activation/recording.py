@@ -14,6 +14,7 @@ from thinfer.activation.scores import Float32, block_sites, column_norms
 from thinfer.core.graph import Graph, Node
 from thinfer.core.predictor import Target
 from thinfer.engine.batch import Batch
+from thinfer.engine.finite import require_numbers
 from thinfer.engine.runtime import Engine, Work
 from thinfer.errors import ResourceError, UsageError
 
@@ -138,7 +139,8 @@ class Recording:
     def run(self, windows: Sequence[Sequence[int]], progress: Progress) -> None:
         """Record these windows; ResourceError when the scratch disk has too little room.
 
-        UsageError when the neurons have next to no exact zeros and no label_share was given.
+        UsageError when the neurons have next to no exact zeros and no label_share was given; CheckFailed when an
+        activation is NaN.
         """
         needed = self.nbytes(sum(map(len, windows)))
         free = shutil.disk_usage(self._folder).free
@@ -168,6 +170,8 @@ class Recording:
 
     def _observe(self, batch: Batch, site: str, x: Float32) -> None:
         rows = batch.positions >= self._sinks
+        if site in self._inputs or site in self._aims:
+            require_numbers(x, f"the input of {site}")
         if site in self._inputs:
             with open(self._file(site, "x"), "ab") as file:
                 # Activations beyond float16 are clipped: they are far on their side of any threshold.

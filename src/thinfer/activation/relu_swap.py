@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from thinfer.errors import UnsupportedError, UsageError
 from thinfer.models.hf_config import RELUFIED
 from thinfer.pruning.blocks import find_stack
+from thinfer.pruning.transformers_setup import quiet_transformers
 
 RELU = "relu"
 STAGE_2_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -62,17 +63,21 @@ class BlendedRelu(nn.Module):
         super().__init__()
         self.old, self.shift = old, shift
         self.register_buffer("amount", torch.ones((), device=device), persistent=False)
-        self._whole = True
+        self.whole = True
 
     def set(self, amount: float) -> None:
         """How much of the result is ReLU, from 0 to 1."""
         self.amount.fill_(amount)
-        self._whole = amount >= 1
+        self.whole = amount >= 1
 
     def forward(self, x: Tensor) -> Tensor:
         """Of the shape and type of x."""
         new = torch.relu(x)
-        return new if self._whole else torch.lerp(self.old(x + self.shift), new, self.amount.to(x.dtype))
+        return new if self.whole else self.between(self.old(x + self.shift), new)
+
+    def between(self, old: Tensor, new: Tensor) -> Tensor:
+        """Part `amount` of the way; it is a tensor, for a compiled model is compiled again for every new number."""
+        return torch.lerp(old, new, self.amount.to(old.dtype))
 
 
 class ReluSwap:
@@ -112,14 +117,12 @@ class ReluSwap:
         for key in _ACT_KEYS:
             if isinstance(getattr(model.config, key, None), str):
                 setattr(model.config, key, RELU)
-        self._amount = 1.0
         if stage == 2:
             for norm in (norm for ffn in self.ffns for norm in ffn.norms):
                 norm.register_forward_hook(self._after_norm)
 
     def set(self, amount: float) -> None:
         """How much of every activation is ReLU already, from 0 to 1; 1 at first."""
-        self._amount = amount
         for blend in self._blends:
             blend.set(amount)
 
@@ -139,7 +142,8 @@ class ReluSwap:
 
     def _after_norm(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         rectified = torch.relu(output)
-        return rectified if self._amount >= 1 else torch.lerp(output, rectified, self._amount)
+        blend = self._blends[0]
+        return rectified if blend.whole else blend.between(output, rectified)
 
     def _move_into_biases(self, shift: float) -> None:
         """Subtract the shift in the bias of every gate, making biases where the architecture allows for them."""
@@ -260,7 +264,8 @@ def read_relufied(folder: Path) -> Any:
         raise UnsupportedError(f"{folder}: transformers does not know the model type {kind}")
     config = transformers.AutoConfig.for_model(kind, **values)
     make: Any = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind])
-    model = make.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True).eval()
+    with quiet_transformers():
+        model = make.from_pretrained(folder, config=config, dtype=torch.float32, local_files_only=True).eval()
     if stage == 2:
         ReluSwap(model, stage)
     return model

@@ -20,7 +20,9 @@ from thinfer.activation.relufy_card import card, plot
 from thinfer.activation.relufy_loss import ReluLoss, choose_trainable
 from thinfer.activation.relufy_options import RelufyOptions
 from thinfer.errors import CheckFailed, UsageError
+from thinfer.models.registry import architectures
 from thinfer.pruning.checkpoint import LoadedModel
+from thinfer.pruning.recovery.distill import require_same_states
 from thinfer.pruning.recovery.language import TextBatches
 from thinfer.pruning.recovery.lora import Adapters
 from thinfer.pruning.recovery.session import Evaluation, Job, Progress, Session
@@ -78,6 +80,8 @@ def relufy(
         if options.loss == "distill" or options.refit_windows or options.generated_windows:
             dense = job.load(ref if teacher is None else teacher, "the dense model ")
             dense.model.requires_grad_(False)
+            if options.refit_windows:
+                require_same_states(loaded.model, dense.model, "--refit 0")
         return _Run(Session(job, options, loaded, dense, states), options).go(folder)
 
 
@@ -116,10 +120,13 @@ class _Run:
             "after": after,
             "curve": [first, *self._curve.points],
         }
+        kind = str(model.config.model_type)
         report["options"]["refit"] = options.refit_windows
         report["text"]["windows_written_by_the_dense_model"] = options.generated_windows
         if options.stage == 2:
             report["notes"].append("model type relufied_*: thinfer reads it, transformers does not")
+        elif not any(kind in architecture.HF_TYPES for architecture in architectures().values()):
+            report["notes"].append(f"model type {kind}: transformers reads it, thinfer does not run it")
         session.job.progress(f"writing {folder}")
         self._save(swap, folder, report, dtype)
         session.close()
@@ -128,7 +135,8 @@ class _Run:
     def _measure(self, when: str, model: Any, ffns: tuple[Ffn, ...]) -> dict[str, Any]:
         """Perplexity, and the share of neurons at zero where `ffns` are given."""
         meter = ZeroMeter(ffns)
-        with meter.counting():
+        # Hooks and another length would be compiled for, beyond the number of variants that PyTorch keeps.
+        with torch.compiler.set_stance("force_eager"), meter.counting():
             quality = self._session.measure(when, model)
         shares = meter.shares()
         zeros = {"sparsity": sum(shares) / len(shares), "sparsity_by_layer": shares} if shares else {}
@@ -161,7 +169,7 @@ class _Run:
             round(options.steps * number / options.eval_points) - 1 for number in range(1, options.eval_points + 1)
         }
 
-        def after_step(step: int) -> None:
+        def measure(step: int) -> None:
             if step in points:
                 found = self._measure(f"at step {step + 1}", model, swap.ffns)
                 tokens = (step + 1) * options.batch * options.seqlen
@@ -179,7 +187,9 @@ class _Run:
             if self._dense is not None:
                 self._dense.compile()
         result = self._session.train(
-            loss if adapters is None else adapters.cached(loss), lambda number: (number, batches(number)), after_step
+            loss if adapters is None else adapters.cached(loss),
+            lambda number: (number, batches(number)),
+            measure=measure,
         )
         trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         if adapters is not None:
@@ -219,7 +229,7 @@ class _Run:
             files["learning-curve.png"] = picture.read_bytes()
         save_folder(self._model, draft, source=session.loaded.checkpoint, files=files, dtype=dtype)
         ids = torch.tensor([session.windows[0][:64]])
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             given = read_relufied(draft)(input_ids=ids, use_cache=False).logits
             wanted = self._model(input_ids=ids.to(session.job.device), use_cache=False).logits.cpu()
         if not torch.allclose(given.float(), wanted.float(), rtol=1e-2, atol=1e-2 * float(wanted.abs().max())):

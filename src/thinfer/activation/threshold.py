@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from thinfer.activation.allocation import HIGHEST_RATE
 from thinfer.activation.measure import Loss, measure_decode, measure_loss
+from thinfer.activation.observed import open_dense
 from thinfer.activation.scores import BLOCK_KINDS, Float32, Method, Site, block_sites, column_norms, make_selector
 from thinfer.activation.search import Rates, RateSearch, Trial
 from thinfer.calibration.observer import ScoreHistogram, ScoreObserver
@@ -15,7 +16,6 @@ from thinfer.calibration.text import TokenWindows, token_windows
 from thinfer.core.artifact import Artifact, base_for, require_writable
 from thinfer.core.selector import SELECTOR_SECTION, ThresholdSelector
 from thinfer.core.whole import require_whole
-from thinfer.engine.llm import LLM
 from thinfer.engine.runtime import Engine, Work
 from thinfer.errors import UsageError
 
@@ -105,7 +105,7 @@ def calibrate(
         "curve" (every measured point), "options", "engine" and "text".
 
     Raises:
-        UsageError: an unknown or impossible option, or a text too short.
+        UsageError: an unknown or impossible option, or a text too short, or windows too long for the model.
 
     Example:
         >>> calibrate("model.gguf", "sparse", sparsity=0.4)["ppl"]  # doctest: +SKIP
@@ -115,7 +115,7 @@ def calibrate(
     settings = CalibrationOptions(**{name: given.pop(name) for name in list(given) if name in known})
     tell = progress or (lambda line: None)
     require_writable(out)
-    with LLM(model, sparsity=False, **({"max_model_len": settings.seq_len} | given)) as llm:
+    with open_dense(model, settings.seq_len, given) as llm:
         windows = token_windows(
             lambda part: llm.tokenizer.encode(part, add_special=False),
             text,

@@ -21,7 +21,7 @@ from thinfer import _core
 from thinfer.bench.kernels import STORED_BYTES, random_blocks
 from thinfer.engine.executor import Float32
 from thinfer.engine.plan import FLOAT_BITS, chunk_outputs, segment_count, stored_bits
-from thinfer.errors import ThinferError
+from thinfer.errors import ThinferError, UsageError
 
 ListKind = Literal["exact", "given", "predictor"]
 
@@ -99,6 +99,7 @@ def measure(
     (scales that several channels share, and a predictor, are in it); ``touched_gb_s`` is counted bytes by time.
 
     Raises:
+        UsageError: a sparsity at which no neuron fires.
         ThinferError: the sparse result is not the dense one to the bit: a defect of the engine.
     """
     rng = np.random.default_rng(seed)
@@ -109,6 +110,10 @@ def measure(
     for sparsity in sparsities:
         progress(f"{shape.type} {kind} {sparsity:g}")
         active = [firing(shape.intermediate, 1 - sparsity, rng) for _ in range(copies)]
+        if not any(mask.any() for mask in active):
+            raise UsageError(
+                f"sparsity {sparsity:g} of {shape.intermediate} neurons leaves none that fires; use a lower one"
+            )
         times, dense_bytes, sparse_bytes = _measure_level(shape, kind, weights, active, pool, rng, x, rounds)
         dense_time, sparse_time = (statistics.median(column) for column in zip(*times, strict=True))
         share = float(np.mean([mask.mean() for mask in active]))

@@ -104,7 +104,7 @@ def token_windows(
     if available < needed:
         raise UsageError(
             f"{source} has {len(stream)} tokens, {needed} windows of {length} need {needed * body}; "
-            "give a longer text, fewer samples or shorter windows"
+            "give a longer text, or ask for fewer or shorter windows"
         )
     order = np.random.Generator(np.random.Philox(seed)).permutation(available)[:needed]
     chosen = tuple((*prefix, *stream[index * body : (index + 1) * body]) for index in map(int, order))
@@ -136,6 +136,16 @@ def cut_windows(ids: Sequence[int], ctx: int, windows: int | None, stride: int =
             f"{windows or 1} wanted; take shorter or fewer windows or a smaller stride, or give a longer text"
         )
     return [list(ids[start : start + ctx]) for start in starts[:windows]]
+
+
+def require_context(tokens: int, most: int, option: str = "--seqlen") -> None:
+    """UsageError when windows have more tokens than the model was made for; the message names the option to change.
+
+    Example:
+        >>> require_context(512, most=2048)
+    """
+    if tokens > most:
+        raise UsageError(f"windows of {tokens} tokens: the model was made for {most}; use {option} {most} or less")
 
 
 def _read(path: Path) -> bytes:

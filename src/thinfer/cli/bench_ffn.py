@@ -48,7 +48,7 @@ def ffn(
     rounds: Annotated[
         int, typer.Option("--repetitions", "-r", min=1, help="Timed rounds, dense and sparse by turns.")
     ] = 7,
-    seed: Annotated[int, typer.Option("--seed", help="Of weights and of the neurons that fire.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of weights and of the neurons that fire.")] = 0,
     output: OutputOption = Output.md,
     quiet: opt.Quiet = False,
 ) -> None:

@@ -52,6 +52,7 @@ def calibrate(
         Path | None, typer.Option("--text", help="UTF-8 text to observe. [default: an excerpt that ships with thinfer]")
     ] = None,
     samples: Annotated[int, typer.Option("--samples", min=1, help="Windows of the text to observe.")] = 16,
+    seq_len: Annotated[int, typer.Option("--seqlen", min=2, help="Tokens of a window.")] = 512,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Which windows.")] = 0,
     prefill: Annotated[bool, typer.Option("--prefill", help="Skip in prompts too, not only at decode.")] = False,
     engine: dict[str, Any],
@@ -82,6 +83,7 @@ def calibrate(
             depth_parts=depth_parts,
             text=text,
             samples=samples,
+            seq_len=seq_len,
             seed=seed,
             prefill=prefill,
             **engine,

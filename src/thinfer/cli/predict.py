@@ -128,7 +128,7 @@ def numbers(text: str) -> list[int]:
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        if not first.isdecimal() or (dash and not (last.isdecimal() and int(first) <= int(last))):
             raise UsageError(f"--layers {text}: write numbers and ranges, such as 0,4-7")
         found.extend(range(int(first), int(last or first) + 1))
     return found

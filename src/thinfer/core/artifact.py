@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from thinfer.errors import ArtifactError, UsageError
+from thinfer.errors import ArtifactError, ResourceError, UsageError
 
 JSON_NAME = "thinfer.json"
 TENSORS_NAME = "thinfer.safetensors"
@@ -41,10 +42,13 @@ class Artifact:
     def save(self, folder: str | Path) -> None:
         """Write both files into the folder (made when absent); each appears whole or not at all.
 
-        The JSON comes last and holds the hash of the tensors, so a mixture of two writes is refused by `read`.
+        Both are on the disk before either appears. The JSON comes last and holds the hash of the tensors, so a mixture
+        of two writes is refused by `read`.
+
+        Raises:
+            ResourceError: the disk is full, or the folder forbids it; what was there before stays.
         """
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
         blob = save({name: np.ascontiguousarray(value) for name, value in self.tensors.items()})
         document = {
             "format": "thinfer",
@@ -54,8 +58,14 @@ class Artifact:
             "tensors_sha256": hashlib.sha256(blob).hexdigest(),
             "sections": self.sections,
         }
-        _write(path / TENSORS_NAME, blob)
-        _write(path / JSON_NAME, (json.dumps(document, indent=2, allow_nan=False) + "\n").encode())
+        text = (json.dumps(document, indent=2, allow_nan=False) + "\n").encode()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            _write({path / TENSORS_NAME: blob, path / JSON_NAME: text})
+        except OSError as error:
+            raise ResourceError(
+                f"{path}: cannot be written ({error.strerror}); free some space or choose another -o, and run again"
+            ) from error
 
     def merged(self, folder: str | Path) -> Artifact:
         """This artifact with the sections that it lacks and that the folder's own has for the same weights.
@@ -151,19 +161,21 @@ def read_document(folder: Path) -> dict[str, Any]:
     return document
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write beside the target and rename, so that a reader never sees half a file."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes the file private; an artifact is as readable as the model beside it.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+def _write(files: Mapping[Path, bytes]) -> None:
+    """Write all beside their targets, then rename in order, so that a reader never sees half a file."""
+    # mkstemp makes files private; an artifact is as readable as the model beside it.
+    umask = os.umask(0)
+    os.umask(umask)
+    with ExitStack() as unfinished:
+        ready = []
+        for path, data in files.items():
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
+            unfinished.callback(Path(name).unlink, missing_ok=True)
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(name, 0o666 & ~umask)
+            ready.append((name, path))
+        for name, path in ready:
+            os.replace(name, path)

@@ -1,8 +1,9 @@
-"""Weights that can be re-quantised: finite, and inside the range of a float16 scale."""
+"""Weights that can be re-quantised: finite, and inside the range of a float16 scale; activations that are numbers."""
 
 import numpy as np
+from numpy.typing import NDArray
 
-from thinfer.errors import CheckpointError
+from thinfer.errors import CheckFailed, CheckpointError
 from thinfer.models.loader import WeightSource
 
 _PIECE_BYTES = 4 << 20
@@ -41,3 +42,21 @@ def require_finite(source: WeightSource, weights: str) -> None:
                 f"{source.checkpoint.path}: tensor {source.stored_name} has NaN, infinity or a value beyond float16 in "
                 f"row {row}, which weights {weights} cannot hold; repair the checkpoint, or load it with weights stored"
             )
+
+
+def require_numbers(x: NDArray[np.float32], what: str) -> None:
+    """Check values of a model, any shape, from which figures are made: NaN would spoil all of them, silently.
+
+    Args:
+        x: the values.
+        what: they are, for the message.
+
+    Raises:
+        CheckFailed: a value is NaN.
+
+    Example:
+        >>> require_numbers(np.ones(3, np.float32), "the input of layers.0.down")
+    """
+    # The smallest is NaN where any value is.
+    if x.size and np.isnan(x.min()):
+        raise CheckFailed(f"{what} is NaN: the model's weights are broken; fetch or make the model again")

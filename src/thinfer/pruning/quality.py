@@ -70,7 +70,10 @@ def torch_perplexity(
         scores.append(token_losses(model, window, bos_id))
         mean = float(torch.cat(scores).mean())
         if math.isnan(mean):
-            raise CheckFailed("the model predicts NaN; load it with dtype float32, or change it less")
+            raise CheckFailed(
+                "the model predicts NaN; if it did so before it was changed, fetch it again; else load it with dtype "
+                "float32, or change it less"
+            )
         progress(f"window {number} of {len(windows)}: ppl {_exp(mean):.3f}")
     nll = torch.cat(scores)
     ppl = _exp(float(nll.mean()))

@@ -79,13 +79,24 @@ def distill_loss(student: Any, teacher: Any, *, hidden: float | None = None, **w
             f"the teacher has {vocabularies[1]} tokens, the student {vocabularies[0]}; distil from the model that was "
             "pruned, or one with the same tokenizer"
         )
-    shapes = [(model.config.num_hidden_layers, model.config.hidden_size) for model in (student, teacher)]
-    if hidden and shapes[0] != shapes[1]:
-        raise UsageError(
-            f"hidden states cannot be compared: the teacher has {shapes[1][0]} layers of {shapes[1][1]}, the student "
-            f"{shapes[0][0]} of {shapes[0][1]}; use --hidden-weight 0"
-        )
+    if hidden:
+        require_same_states(student, teacher, "--hidden-weight 0")
     if hidden is None:
-        hidden = float(shapes[0] == shapes[1])
+        hidden = float(_states(student) == _states(teacher))
     teacher.eval().requires_grad_(False)
     return DistillLoss(teacher, hidden=hidden, **weights)
+
+
+def require_same_states(student: Any, teacher: Any, remedy: str) -> None:
+    """UsageError unless hidden states of both have the same shape; `remedy` is the option that does without them."""
+    own, others = _states(student), _states(teacher)
+    if own != others:
+        raise UsageError(
+            f"hidden states cannot be compared: the teacher has {others[0]} layers of {others[1]}, the student "
+            f"{own[0]} of {own[1]}; use {remedy}"
+        )
+
+
+def _states(model: Any) -> tuple[int, int]:
+    """Layers, and their width."""
+    return model.config.num_hidden_layers, model.config.hidden_size

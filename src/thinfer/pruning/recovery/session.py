@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from thinfer.calibration.text import cut_windows, read_text
+from thinfer.calibration.text import cut_windows, read_text, require_context
 from thinfer.data import evaluation_text
 from thinfer.errors import CheckFailed, UsageError
 from thinfer.pruning.checkpoint import LoadedModel, load_torch, require_device
@@ -123,7 +123,7 @@ class Session:
         key: names the run: whatever changes its result is in it.
 
     Raises:
-        UsageError: a text that is too short, or models that cannot be compared.
+        UsageError: a text that is too short, windows too long for the model, or models that cannot be compared.
 
     Example:
         >>> Session(job, options, loaded, None, states).measure("before").ppl  # doctest: +SKIP
@@ -145,6 +145,12 @@ class Session:
             bos_id=loaded.bos_id,
             device=job.device,
         )
+        # OPT and others fail beyond, and what the rest give there says nothing of the model.
+        most = getattr(self.model.config, "max_position_embeddings", None)
+        if most is not None:
+            require_context(options.seqlen, most)
+            # The last token of a window is not run, but a begin token is.
+            require_context(self.evaluation.ctx - (loaded.bos_id is None), most, "--eval-ctx")
         self.windows = self.evaluation.cut(loaded)
         self.loss = self._loss()
         self.key = self._key()
@@ -163,6 +169,7 @@ class Session:
         loss: Loss,
         batches: Batches | None = None,
         after_step: Callable[[int], None] = lambda _: None,
+        measure: Callable[[int], None] = lambda _: None,
     ) -> TrainResult:
         """Train the model's trainable parameters; CheckFailed also names a state that lies in the way of another try.
 
@@ -170,6 +177,7 @@ class Session:
             loss: of the model and a batch.
             batches: None: those of the text.
             after_step: as for `train`.
+            measure: as for `train`.
         """
         try:
             return train(
@@ -178,6 +186,7 @@ class Session:
                 batches or self.batches,
                 self.options.training,
                 after_step=after_step,
+                measure=measure,
                 folder=self.states,
                 key=self.key,
                 resume=self.job.resume,

@@ -88,7 +88,10 @@ class TrainOptions:
 
 @dataclass(slots=True)
 class TrainResult:
-    """What a training reports: one entry of step, loss, lr and grad_norm for every step, and its seconds altogether."""
+    """What a training reports: one entry of step, loss, lr and grad_norm for every step, and its seconds.
+
+    They are those of steps and of keeping states; what `measure` of `train` takes is not among them.
+    """
 
     curve: list[dict[str, float]] = field(default_factory=list)
     seconds: float = 0.0
@@ -106,6 +109,7 @@ def train(
     *,
     first: int = 0,
     after_step: Callable[[int], None] = lambda _: None,
+    measure: Callable[[int], None] = lambda _: None,
     folder: Path | None = None,
     key: str = "",
     resume: bool = False,
@@ -120,6 +124,7 @@ def train(
         options: how.
         first: step to begin at: the learning rate and the batches are those of that step.
         after_step: told the step after each update; may change weights in place, as masks do.
+        measure: told the step after that; its time is not the training's.
         folder: where states are kept, every `checkpoint_minutes`, at the end, and at Ctrl-C (which finishes its step
             first; a second Ctrl-C does not). None: nowhere.
         key: names the run; a state of another run is refused.
@@ -132,7 +137,7 @@ def train(
             off, or the state is of another run.
         CheckFailed: the loss or a gradient is not finite. The weights are then those before that step.
     """
-    run = _Run(model, loss, batches, options, after_step, folder, key, progress)
+    run = _Run(model, loss, batches, options, after_step, measure, folder, key, progress)
     device = next(model.parameters()).device
     training = model.training
     model.train()
@@ -155,12 +160,14 @@ class _Run:
         batches: Batches,
         options: TrainOptions,
         after_step: Callable[[int], None],
+        measure: Callable[[int], None],
         folder: Path | None,
         key: str,
         progress: Callable[[str], None],
     ) -> None:
         self._model, self._loss, self._batches, self._options = model, loss, batches, options
-        self._after_step, self._folder, self._key, self._progress = after_step, folder, key, progress
+        self._after_step, self._measure = after_step, measure
+        self._folder, self._key, self._progress = folder, key, progress
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         if not self._parameters:
             raise UsageError("no parameter is trainable; set requires_grad, or attach adapters")
@@ -192,14 +199,17 @@ class _Run:
         """Train from that step to the last."""
         steps = self._options.steps
         before, began = self._result.seconds, time.monotonic()
-        saved = began
+        saved, measured = began, 0.0
         with _deferred_interrupt(self._folder is not None, self._progress) as interrupted:
             for step in range(first, steps):
                 entry = self._step(step)
                 self._after_step(step)
+                trained = time.monotonic()
+                self._measure(step)
                 now = time.monotonic()
+                measured += now - trained
                 self._result.curve.append(entry)
-                self._result.seconds = before + now - began
+                self._result.seconds = before + now - began - measured
                 left = (now - began) / (step + 1 - first) * (steps - step - 1)
                 self._progress(f"step {step + 1} of {steps}: loss {entry['loss']:.4f}, {_duration(left)} left")
                 # Asked once: what is pressed after this waits for the next step, whose state will be kept.
