@@ -1,6 +1,5 @@
 // y = W x over the columns layout for a few rows: the channels that any of them uses, group after group.
 #include "cpu/columns_record.h"
-#include "cpu/isa/lanes8.h"
 #include "union_kernels.h"
 
 namespace thinfer::THINFER_ISA {

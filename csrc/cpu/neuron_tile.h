@@ -14,16 +14,23 @@ struct TileRows {
   }
 };
 
-// Rows lie scattered, so the hardware cannot know where the next ones are: fetched `distance` bytes ahead, through the end
-// of a row into the rows of the next tile.
+// Where sixteen rows will be read next.
+struct Ahead {
+  const TileRows& rows;
+  size_t offset;
+  THINFER_INLINE_MEMBER void prefetch(int r, size_t bytes) const {
+    for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(rows.at[r] + offset + line, 0, 3);
+  }
+};
+
+// Rows lie scattered, so the hardware cannot know where the next ones are: fetched some way ahead, through the end of a row
+// into the rows of the next tile.
 struct TilePair {
   TileRows rows, next;
   size_t row_bytes;
 
-  THINFER_INLINE_MEMBER void prefetch(int r, size_t offset, size_t distance, size_t bytes) const {
-    const size_t ahead = offset + distance;
-    const uint8_t* p = ahead < row_bytes ? rows.at[r] + ahead : next.at[r] + (ahead - row_bytes);
-    for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(p + line, 0, 3);
+  THINFER_INLINE_MEMBER Ahead ahead(size_t offset) const {
+    return offset < row_bytes ? Ahead{rows, offset} : Ahead{next, offset - row_bytes};
   }
 };
 

@@ -1,9 +1,11 @@
 // Any rows of a matrix in the neurons layout times integer activations.
 //
-// A vector holds one group in each lane, so a row's groups come out side by side; sixteen rows are then transposed, and
-// each group ends as in every other kernel, one row a lane. That keeps the order of float operations, hence the bits.
+// A vector holds two rows with one group in each lane, so a row's groups come out side by side; sixteen rows are then
+// transposed, and each group ends as in every other kernel, one row a lane. That keeps the order of float operations,
+// hence the bits.
 #include "cpu/gemm_group.h"
-#include "cpu/isa/lanes8.h"
+#include "cpu/isa/row_pair.h"
+#include "cpu/isa/transpose.h"
 #include "cpu/neuron_tile.h"
 #include "neuron_kernels.h"
 
@@ -13,41 +15,51 @@ namespace {
 constexpr size_t kAheadRecords = 4;  // fetched ahead: what is in flight stays in the first-level cache until it is used
 constexpr size_t kPlane = static_cast<size_t>(kSuper) * kTile;  // a number for every group and row of a tile
 
-// A record of `groups` groups of one row.
+// The records of two rows, `groups` groups each.
 template <Codec codec>
-struct NeuronRecord {
-  const uint8_t* p;
+struct RecordPair {
+  const uint8_t *a, *b;
   size_t groups;
 
   // Calls use(v, quants) for the 8 vectors; lanes past the groups hold bytes without meaning.
   template <class Use>
   THINFER_INLINE_MEMBER void each_vector(Use&& use) const {
     each_packed_vector<kBits<codec>>(
-        [&](int i) __attribute__((always_inline)) { return load_u8x32(p + 4 * groups * static_cast<size_t>(i)); }, use);
+        [&](int i) __attribute__((always_inline)) {
+          const size_t at = 4 * groups * static_cast<size_t>(i);
+          return load_pair(a + at, b + at);
+        },
+        use);
   }
-  THINFER_INLINE_MEMBER const uint8_t* scales() const {
-    return p + neurons_quant_bytes(codec, static_cast<int>(groups));
-  }
-  // Multiplies: of the groups, of their second halves, and minima.
-  THINFER_INLINE_MEMBER void load_scales(f32x8* d, f32x8* d2, f32x8* m) const {
-    const uint8_t* s = scales();
+  // Of the lanes: d of the groups, or of their first halves and d2 of their second ones, and minima.
+  THINFER_INLINE_MEMBER GroupScales scales() const {
+    const size_t at = static_cast<size_t>(neurons_quant_bytes(codec, static_cast<int>(groups)));
+    const uint8_t *one = a + at, *two = b + at;
+    GroupScales s = {};
     if constexpr (traits(codec).scale == ScaleKind::d) {
-      *d = load8_f16(s);
+      s.d = load_pair_f16(one, two);
     } else if constexpr (traits(codec).scale == ScaleKind::dm) {
-      *d = load8_f16(s);
-      *m = load8_f16(s + 2 * groups);
+      s.d = load_pair_f16(one, two);
+      s.m = load_pair_f16(one + 2 * groups, two + 2 * groups);
     } else {
-      uint16_t block[2] = {0, 0};
-      __builtin_memcpy(block, s + 2 * groups, static_cast<size_t>(block_scale_bytes(codec)));
-      const f32x8 whole = repeat8(half_to_float(block[0]));
+      const f32x16 whole = block_scale(one, two, 0);
       if constexpr (traits(codec).scale == ScaleKind::k) {
-        *d = mul8(whole, load8_u8(s));
-        *m = mul8(repeat8(half_to_float(block[1])), load8_u8(s + groups));
+        s.d = mul(whole, load_pair_u8(one, two));
+        s.m = mul(block_scale(one, two, 1), load_pair_u8(one + groups, two + groups));
       } else {
-        *d = mul8(whole, load8_i8(s));
-        *d2 = mul8(whole, load8_i8(s + groups));
+        s.d = mul(whole, load_pair_i8(one, two));
+        s.d2 = mul(whole, load_pair_i8(one + groups, two + groups));
       }
     }
+    return s;
+  }
+
+ private:
+  THINFER_INLINE_MEMBER f32x16 block_scale(const uint8_t* one, const uint8_t* two, size_t which) const {
+    uint16_t half[2];
+    __builtin_memcpy(half, one + 2 * groups + 2 * which, 2);
+    __builtin_memcpy(half + 1, two + 2 * groups + 2 * which, 2);
+    return set_pair(half_to_float(half[0]), half_to_float(half[1]));
   }
 };
 
@@ -84,47 +96,40 @@ void gemv_tile(const Matrix& w, const NeuronInput& x, const TilePair& tile, floa
     const int first = record * kSuper;
     const int here = groups - first < kSuper ? groups - first : kSuper;
     const size_t offset = kFull * static_cast<size_t>(record);
-    const int8_t* q = x.q + static_cast<size_t>(record) * 8 * 32;
     // Kept apart from the rows' stores, which the compiler must assume to change what is in memory.
-    const f32x8 scale = load8(x.scale + first);
+    const f32x16 scale = load_twice(x.scale + first);
     const int32_t* sums = x.sums + first;
-    const i32x8 offset1 = offset_sums<kOffset<codec>>(kHalf ? sums + x.sums_stride : sums);
-    const i32x8 offset2 = offset_sums<kOffset<codec>>(sums + 2 * x.sums_stride);
-    i8x32 inputs[8];
-#pragma GCC unroll 8
-    for (int v = 0; v < 8; ++v) inputs[v] = load_i8x32(q + 32 * v);
+    const i32x16 offset1 = times(load_twice(kHalf ? sums + x.sums_stride : sums), kOffset<codec>);
+    const i32x16 offset2 = times(load_twice(sums + 2 * x.sums_stride), kOffset<codec>);
+    const int8_t* q = x.q + static_cast<size_t>(record) * 8 * 32;
+    const TwiceInputs inputs[8] = {TwiceInputs(q),       TwiceInputs(q + 32),  TwiceInputs(q + 64),  TwiceInputs(q + 96),
+                                   TwiceInputs(q + 128), TwiceInputs(q + 160), TwiceInputs(q + 192), TwiceInputs(q + 224)};
+    const Ahead ahead = tile.ahead(offset + kAheadRecords * kFull);
 #pragma GCC unroll 1
-    for (int r = 0; r < kTile; ++r) {
-      tile.prefetch(r, offset, kAheadRecords * kFull, kFull);
-      const NeuronRecord<codec> weights{tile.rows.at[r] + offset, static_cast<size_t>(here)};
-      f32x8 d = {}, d2 = {}, m = {};
-      weights.load_scales(&d, &d2, &m);
+    for (int r = 0; r < kTile; r += 2) {
+      ahead.prefetch(r, kFull);
+      ahead.prefetch(r + 1, kFull);
+      const RecordPair<codec> weights{tile.rows.at[r] + offset, tile.rows.at[r + 1] + offset, static_cast<size_t>(here)};
+      const GroupScales s = weights.scales();
       const int at = kSuper * r;
+      PairDot<kBits<codec>> one, two;
+      weights.each_vector([&](int v, u8x64 quants) __attribute__((always_inline)) {
+        if (!kHalf || v < 4) {
+          one.add(quants, inputs[v], v);
+        } else {
+          two.add(quants, inputs[v], v);
+        }
+      });
+      store(sum + at, to_float(minus(one.total(), offset1)));
+      store(factor + at, mul(s.d, scale));
       if constexpr (kHalf) {
-        Dot8<kBits<codec>> one, two;
-        weights.each_vector([&](int v, u8x32 quants) __attribute__((always_inline)) {
-          if (v < 4) {
-            one.add(quants, inputs[v], v);
-          } else {
-            two.add(quants, inputs[v], v);
-          }
-        });
-        store8(sum + at, difference(one.total(), offset1));
-        store8(factor + at, mul8(d, scale));
-        store8(sum2 + at, difference(two.total(), offset2));
-        store8(factor2 + at, mul8(d2, scale));
-      } else {
-        Dot8<kBits<codec>> dot;
-        weights.each_vector([&](int v, u8x32 quants) __attribute__((always_inline)) {
-          dot.add(quants, inputs[v], v);
-        });
-        store8(sum + at, difference(dot.total(), offset1));
-        store8(factor + at, mul8(d, scale));
-        if constexpr (kMin) store8(minimum + at, m);
+        store(sum2 + at, to_float(minus(two.total(), offset2)));
+        store(factor2 + at, mul(s.d2, scale));
       }
+      if constexpr (kMin) store(minimum + at, s.m);
     }
     for (size_t plane = 0; plane < (kHalf ? 4 : kMin ? 3 : 2); ++plane) {
-      transpose16(planes + plane * kPlane, kSuper, lanes + plane * kPlane, kTile);
+      transpose16(planes + plane * kPlane, lanes + plane * kPlane, kTile);
     }
     for (int g = 0; g < here; ++g) {
       const float* lane = lanes + kTile * g;
@@ -152,20 +157,21 @@ struct ExpandedRecord {
   void fill(const TilePair& tile, size_t offset, int groups) {
     constexpr size_t kFull = static_cast<size_t>(neurons_record_bytes(codec, kSuper));
     float* unordered = scales + 2 * kPlane;
-    uint8_t* by_row = reinterpret_cast<uint8_t*>(unordered + 2 * kPlane);
-    for (int r = 0; r < kTile; ++r) {
-      tile.prefetch(r, offset, kAheadRecords * kFull, kFull);
-      const NeuronRecord<codec> weights{tile.rows.at[r] + offset, static_cast<size_t>(groups)};
-      weights.each_vector([&](int v, u8x32 q) __attribute__((always_inline)) { store_u8x32(by_row + 256 * r + 32 * v, q); });
-      f32x8 d = {}, d2 = {}, m = {};
-      weights.load_scales(&d, &d2, &m);
-      store8(unordered + kSuper * r, d);
-      store8(unordered + kPlane + kSuper * r, kHalves<codec> ? d2 : m);
+    uint8_t* by_row = reinterpret_cast<uint8_t*>(unordered + 2 * kPlane);  // [8 vectors][16 rows][32]
+    const Ahead ahead = tile.ahead(offset + kAheadRecords * kFull);
+    for (int r = 0; r < kTile; r += 2) {
+      ahead.prefetch(r, kFull);
+      ahead.prefetch(r + 1, kFull);
+      const RecordPair<codec> weights{tile.rows.at[r] + offset, tile.rows.at[r + 1] + offset, static_cast<size_t>(groups)};
+      weights.each_vector([&](int v, u8x64 q) __attribute__((always_inline)) { store_u8(by_row + 512 * v + 32 * r, q); });
+      const GroupScales s = weights.scales();
+      store(unordered + kSuper * r, s.d);
+      store(unordered + kPlane + kSuper * r, kHalves<codec> ? s.d2 : s.m);
     }
-    transpose16(unordered, kSuper, scales, kTile);
-    transpose16(unordered + kPlane, kSuper, scales + kPlane, kTile);
+    transpose16(unordered, scales, kTile);
+    transpose16(unordered + kPlane, scales + kPlane, kTile);
     for (int v = 0; v < 8; ++v) {
-      transpose16(reinterpret_cast<const float*>(by_row + 32 * v), 64, reinterpret_cast<float*>(quants + 64 * v), 128);
+      transpose16(reinterpret_cast<const float*>(by_row + 512 * v), reinterpret_cast<float*>(quants + 64 * v), 128);
     }
   }
   THINFER_INLINE_MEMBER GroupScales group_scales(int g) const {

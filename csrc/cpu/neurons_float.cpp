@@ -1,7 +1,7 @@
 // Any rows of a matrix in the neurons layout times float32 activations. As in linear_float.cpp each output is one chain
 // y = fma(w, x, y) over the inputs in ascending order; sixteen rows are transposed into the lanes of a vector.
 #include "cpu/float_group.h"
-#include "cpu/isa/lanes8.h"
+#include "cpu/isa/transpose.h"
 #include "cpu/neuron_tile.h"
 #include "neuron_kernels.h"
 
@@ -13,9 +13,10 @@ constexpr size_t kAhead = 512;  // bytes: eight lines of each of sixteen rows ar
 // Inputs [first, first + n) of 16 rows to panel [n][16]. Both floats of 16 bits are moved as they are.
 THINFER_INLINE void fill_panel(const TilePair& tile, size_t first, int n, uint16_t* panel) {
   const uint16_t* at[kTile];
+  const Ahead ahead = tile.ahead(2 * first + kAhead);
   for (int r = 0; r < kTile; ++r) {
     at[r] = reinterpret_cast<const uint16_t*>(tile.rows.at[r]) + first;
-    tile.prefetch(r, 2 * first, kAhead, 64);
+    ahead.prefetch(r, 64);
   }
   int i = 0;
   for (; i + 16 <= n; i += 16) {

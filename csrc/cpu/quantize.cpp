@@ -1,6 +1,5 @@
 // Activations to int8 in groups of 32 inputs, with thresholds applied first, and the list of channels that matter.
 #include "cpu/isa/dot.h"
-#include "cpu/isa/lanes8.h"
 #include "linear_kernels.h"
 
 namespace thinfer::THINFER_ISA {

@@ -20,6 +20,11 @@ struct i8x32 {
   __m256i v;
 };
 THINFER_INLINE i8x32 load_i8x32(const int8_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+// Bit i is set where q[i] is not 0, of 32.
+THINFER_INLINE uint32_t nonzero_bits(const int8_t* q) {
+  const __m256i zeros = _mm256_cmpeq_epi8(load_i8x32(q).v, _mm256_setzero_si256());
+  return ~static_cast<uint32_t>(_mm256_movemask_epi8(zeros));
+}
 THINFER_INLINE i8x32 repeat_quad(const int8_t* p) {
   int32_t x;
   __builtin_memcpy(&x, p, 4);
@@ -112,6 +117,11 @@ THINFER_INLINE i8x32 load_i8x32(const int8_t* p) {
   i8x32 r;
   __builtin_memcpy(r.v, p, 32);
   return r;
+}
+THINFER_INLINE uint32_t nonzero_bits(const int8_t* q) {
+  uint32_t bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= static_cast<uint32_t>(q[i] != 0) << i;
+  return bits;
 }
 THINFER_INLINE i8x32 repeat_quad(const int8_t* p) {
   i8x32 r;
