@@ -23,6 +23,8 @@ struct RowsRecord {
 // Tiles that are multiplied side by side: a core that reads a single stream waits for memory more than one that reads four.
 constexpr int kStreams = 4;
 
+constexpr size_t kAhead = 4096;  // bytes from what is multiplied to what is fetched
+
 // Fetches a group's share of the record at `record`.
 template <Codec codec>
 THINFER_INLINE void prefetch_share(const uint8_t* record, int g) {
@@ -59,7 +61,7 @@ THINFER_INLINE f32x16 add_group(f32x16 acc, RowsRecord<codec> record, const Quan
 
 template <Codec codec, int streams>
 THINFER_INLINE void gemv_tiles(const Matrix& w, const QuantizedRows& x, float* y, int tile) {
-  constexpr size_t kBytes = RowsRecord<codec>::kBytes, kAhead = 2048;
+  constexpr size_t kBytes = RowsRecord<codec>::kBytes;
   const size_t tile_bytes = kBytes * static_cast<size_t>(w.blocks());
   f32x16 total[streams], acc[streams];
   const uint8_t* p[streams];
@@ -104,6 +106,7 @@ void gemm(const Matrix& w, const QuantizedRows& x, float* y, int ldy, int tile_b
         sums.begin_segment();
         for (int block = w.segment_begin(segment); block < w.segment_begin(segment + 1); ++block) {
           for (int g = 0; g < kGroups; ++g) {
+            prefetch_share<codec>(record.p + kAhead, g);
             each_quad<kBits<codec>>(record.quants(g), [&](int v, u8x64 quants) __attribute__((always_inline)) {
               store_u8(weights + 64 * v, quants);
             });
