@@ -21,6 +21,7 @@ struct Inputs {
   int ldx;
   const uint8_t* channel;
   int count;
+  size_t ahead = 0;  // bytes from the weights that are multiplied to those that are fetched; 0: nothing is fetched
 };
 
 // kRows x kVectors sums in registers while the group's channels pass.
@@ -34,6 +35,10 @@ THINFER_INLINE void add_rows(const Weight* w, size_t stride, const Inputs& in, i
   }
   for (int i = 0; i < in.count; ++i) {
     const size_t channel = in.channel[i];
+    if (in.ahead > 0 && row == 0) {
+      const char* next = reinterpret_cast<const char*>(w + channel * stride) + in.ahead;
+      for (size_t line = 0; line < 16 * kVectors * sizeof(Weight); line += 64) __builtin_prefetch(next + line, 0, 3);
+    }
     f32x16 weights[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) weights[v] = load_weights(w + channel * stride + 16 * v);

@@ -8,6 +8,7 @@ namespace thinfer::THINFER_ISA {
 namespace {
 
 constexpr int kPanelOutputs = 64;
+constexpr size_t kAhead = 4096;  // bytes that are fetched ahead
 
 // The channels of a group to use, of `width` there are: all, or those that are not 0 in some row.
 int list_channels(const float* x, int rows, int ldx, int width, bool skip_zeros, uint8_t* channel) {
@@ -58,8 +59,10 @@ size_t float_codec(const Matrix& w, const float* x, int rows, int ldx, float* y,
   const Weight* base = reinterpret_cast<const Weight*>(w.chunk_data(chunk)) - static_cast<ptrdiff_t>(chunk) * w.chunk;
   for (int g = 0; g * kGroup < w.inputs; ++g) {
     const int group_width = w.inputs - g * kGroup < kGroup ? w.inputs - g * kGroup : kGroup;
-    const Inputs in{x + kGroup * g, ldx, channel,
-                    list_channels(x + kGroup * g, rows, ldx, group_width, skip_zeros, channel)};
+    const int used = list_channels(x + kGroup * g, rows, ldx, group_width, skip_zeros, channel);
+    // Of narrow chunks all is read in order if all is used; of others the same channels' next outputs follow.
+    const size_t in_order = used == kGroup ? kAhead : 0;
+    const Inputs in{x + kGroup * g, ldx, channel, used, width == kOutBlock ? in_order : kOutBlock * sizeof(Weight)};
     const Weight* group = base + static_cast<size_t>(g) * kGroup * width;
     for (int tile = tile_begin; tile < tile_end; tile += 4) {
       add_group<4>(group + tile * kTile, width, in, rows, y + tile * kTile, ldy);
