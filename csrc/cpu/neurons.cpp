@@ -112,7 +112,7 @@ void gemv_tile(const Matrix& w, const NeuronInput& x, const TilePair& tile, floa
       const RecordPair<codec> weights{tile.rows.at[r] + offset, tile.rows.at[r + 1] + offset, static_cast<size_t>(here)};
       const GroupScales s = weights.scales();
       const int at = kSuper * r;
-      PairDot<kBits<codec>> one, two;
+      Dot<kBits<codec>> one, two;
       weights.each_vector([&](int v, u8x64 quants) __attribute__((always_inline)) {
         if (!kHalf || v < 4) {
           one.add(quants, inputs[v], v);

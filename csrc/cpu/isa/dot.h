@@ -1,4 +1,5 @@
-// Integer dot products of 16 output rows by 4 inputs: u8 quants times one int8 activation quad, exact in int32.
+// Integer dot products of 16 output rows by 4 inputs: u8 quants times one int8 activation quad, exact in int32; or of two
+// rows by eight quads, which TwiceInputs holds for each half of a vector.
 // Dot<bits> adds up at most 8 quads, one group of 32 inputs; see dot8.h for the integer ranges.
 #pragma once
 
@@ -41,9 +42,16 @@ THINFER_INLINE f32x16 load_u8_as_float(const uint8_t* p) {
 THINFER_INLINE f32x16 load_i8_as_float(const uint8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
+struct TwiceInputs {
+  __m512i v;
+  THINFER_INLINE_MEMBER explicit TwiceInputs(const int8_t* p) : v(_mm512_broadcast_i64x4(load_i8x32(p).v)) {}
+};
 template <int bits>
 struct Dot {
   __m512i sum[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
+  THINFER_INLINE_MEMBER void add(u8x64 q, TwiceInputs x, int step) {
+    sum[step & 1] = _mm512_dpbusd_epi32(sum[step & 1], q.v, x.v);
+  }
   THINFER_INLINE_MEMBER void add(u8x64 q, const int8_t* quad, int step) {
     int32_t x;
     __builtin_memcpy(&x, quad, 4);
@@ -144,9 +152,17 @@ THINFER_INLINE f32x16 load_i8_as_float(const uint8_t* p) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)), _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(v, 8)))};
 }
 
+struct TwiceInputs {
+  i8x32 v;
+  THINFER_INLINE_MEMBER explicit TwiceInputs(const int8_t* p) : v(load_i8x32(p)) {}
+};
 template <int bits>
 struct Dot {
   Dot8<bits> lo, hi;
+  THINFER_INLINE_MEMBER void add(u8x64 q, TwiceInputs x, int step) {
+    lo.add({q.lo}, x.v, step);
+    hi.add({q.hi}, x.v, step);
+  }
   THINFER_INLINE_MEMBER void add(u8x64 q, const int8_t* quad, int step) {
     lo.add({q.lo}, quad, step);
     hi.add({q.hi}, quad, step);
@@ -217,9 +233,16 @@ THINFER_INLINE f32x16 load_i8_as_float(const uint8_t* p) {
   for (int i = 0; i < 16; ++i) r.v[i] = static_cast<float>(static_cast<int8_t>(p[i]));
   return r;
 }
+struct TwiceInputs {
+  i8x32 v;
+  THINFER_INLINE_MEMBER explicit TwiceInputs(const int8_t* p) : v(load_i8x32(p)) {}
+};
 template <int bits>
 struct Dot {
   i32x16 sum = {};
+  THINFER_INLINE_MEMBER void add(const u8x64& q, const TwiceInputs& x, int) {
+    for (int i = 0; i < 64; ++i) sum.v[i / 4] += static_cast<int32_t>(q.v[i]) * x.v.v[i % 32];
+  }
   THINFER_INLINE_MEMBER void add(const u8x64& q, const int8_t* quad, int) {
     for (int r = 0; r < 16; ++r) {
       for (int i = 0; i < 4; ++i) sum.v[r] += static_cast<int32_t>(q.v[4 * r + i]) * quad[i];

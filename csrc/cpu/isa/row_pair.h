@@ -34,27 +34,7 @@ THINFER_INLINE i32x16 load_twice(const int32_t* p) {
 THINFER_INLINE i32x16 times(i32x16 a, int32_t b) { return {_mm512_mullo_epi32(a.v, _mm512_set1_epi32(b))}; }
 THINFER_INLINE i32x16 minus(i32x16 a, i32x16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 
-struct TwiceInputs {
-  __m512i v;
-  THINFER_INLINE_MEMBER explicit TwiceInputs(const int8_t* p) : v(_mm512_broadcast_i64x4(load_i8x32(p).v)) {}
-};
-template <int bits>
-struct PairDot {
-  __m512i sum[2] = {_mm512_setzero_si512(), _mm512_setzero_si512()};
-  THINFER_INLINE_MEMBER void add(u8x64 q, TwiceInputs x, int step) {
-    sum[step & 1] = _mm512_dpbusd_epi32(sum[step & 1], q.v, x.v);
-  }
-  THINFER_INLINE_MEMBER i32x16 total() const { return {_mm512_add_epi32(sum[0], sum[1])}; }
-};
-
-#else
-
-struct TwiceInputs {
-  i8x32 v;
-  THINFER_INLINE_MEMBER explicit TwiceInputs(const int8_t* p) : v(load_i8x32(p)) {}
-};
-
-#if defined(THINFER_ISA_AVX2)
+#elif defined(THINFER_ISA_AVX2)
 
 THINFER_INLINE u8x64 load_pair(const uint8_t* a, const uint8_t* b) { return {load_u8x32(a).v, load_u8x32(b).v}; }
 THINFER_INLINE f32x16 load_pair_f16(const uint8_t* a, const uint8_t* b) {
@@ -80,8 +60,6 @@ THINFER_INLINE i32x16 times(i32x16 a, int32_t b) {
   return {_mm256_mullo_epi32(a.lo, v), _mm256_mullo_epi32(a.hi, v)};
 }
 THINFER_INLINE i32x16 minus(i32x16 a, i32x16 b) { return {_mm256_sub_epi32(a.lo, b.lo), _mm256_sub_epi32(a.hi, b.hi)}; }
-THINFER_INLINE u8x32 lower(u8x64 a) { return {a.lo}; }
-THINFER_INLINE u8x32 upper(u8x64 a) { return {a.hi}; }
 
 #else
 
@@ -135,20 +113,6 @@ THINFER_INLINE i32x16 minus(i32x16 a, const i32x16& b) {
   for (int i = 0; i < 16; ++i) a.v[i] -= b.v[i];
   return a;
 }
-THINFER_INLINE u8x32 lower(const u8x64& a) { return load_u8x32(a.v); }
-THINFER_INLINE u8x32 upper(const u8x64& a) { return load_u8x32(a.v + 32); }
-
-#endif
-
-template <int bits>
-struct PairDot {
-  Dot8<bits> first, second;
-  THINFER_INLINE_MEMBER void add(const u8x64& q, const TwiceInputs& x, int step) {
-    first.add(lower(q), x.v, step);
-    second.add(upper(q), x.v, step);
-  }
-  THINFER_INLINE_MEMBER i32x16 total() { return join(first.total(), second.total()); }
-};
 
 #endif
 
