@@ -12,6 +12,16 @@ void grow(std::vector<T>& v, size_t size) {
   if (v.size() < size) v.resize(size);
 }
 
+// Parts of a channel slice that are items of their own. A thread takes several at a time and reads them as one, as long
+// slices read faster; the last ones, taken one by one, go to whoever is done early.
+constexpr int kSliceParts = 4;
+
+// The first block of 64 outputs of a part of a chunk.
+int part_begin(const Matrix& w, int chunk, int part) {
+  const int blocks = w.chunk_width(chunk) / kOutBlock, fetches = (blocks + kFetchBlocks - 1) / kFetchBlocks;
+  return std::min(fetches * part / kSliceParts * kFetchBlocks, blocks);
+}
+
 size_t record_bytes(const Matrix& w) { return static_cast<size_t>(w.blocks()) * static_cast<size_t>(rows_record_bytes(w.codec)); }
 
 }  // namespace
@@ -100,39 +110,41 @@ int LinearOp::part_items(const Part& part, const Batch& batch) const {
   const Matrix& w = part.matrix->matrix();
   if (w.layout == Layout::rows) return w.tiles();
   if (rows(batch) > 1 && !united(batch)) return w.padded_outputs / kOutBlock;
-  return floats_ ? w.chunks() : w.chunks() * w.segments;
+  if (floats_) return w.chunks();
+  return w.chunks() * w.segments * (rows(batch) == 1 ? kSliceParts : 1);
 }
 
 int LinearOp::items(int phase, const Batch& batch) const {
   const int n = rows(batch);
   if (n == 0) return 0;
-  if (phase == 0) return floats_ && threshold_.value < 0.0f ? 0 : n;
+  if (phase == 0) return floats_ && threshold_.value < 0.0f ? 0 : n * pieces(inputs_);
   if (phase == 1) return united(batch) ? inputs_ / kGroup : 0;
   if (phase == 2) {
     int total = 0;
     for (const Part& part : parts_) total += part_items(part, batch);
     return total;
   }
-  if (!bias_.empty()) return n;
-  return std::any_of(parts_.begin(), parts_.end(), [&](const Part& p) { return staged(p, batch); }) ? n : 0;
+  const bool aside = std::any_of(parts_.begin(), parts_.end(), [&](const Part& p) { return staged(p, batch); });
+  return aside || !bias_.empty() ? n * pieces(outputs_) : 0;
 }
 
 int LinearOp::chunk(int phase, const Batch& batch) const {
-  // Column work comes in few, equal, large pieces.
-  return phase == 2 && columns_ && (rows(batch) == 1 || united(batch)) ? 1 : 0;
+  // Column work of several rows comes in few, equal, large pieces, as that of floats.
+  return phase == 2 && columns_ && (united(batch) || (floats_ && rows(batch) == 1)) ? 1 : 0;
 }
 
 size_t LinearOp::scratch_bytes(int max_rows) const { return linear_scratch_bytes(max_rows); }
 
 void LinearOp::run(int phase, int begin, int end, int, Context& context) {
   if (phase == 0) {
-    for (int row = begin; row < end; ++row) prepare_row(row, context);
+    const int count = pieces(inputs_);
+    for (int item = begin; item < end; ++item) prepare_piece(item / count, item % count, context);
   } else if (phase == 1) {
     unions_.find(quantized(context.batch), begin, end, halves_, channels());
   } else if (phase == 2) {
     // Without a phase 0 nobody has counted the rows, all of whose channels are used.
-    const int n = rows(context.batch);
-    if (begin == 0 && items(0, context.batch) == 0) count_channels(static_cast<int64_t>(inputs_) * n, n, context);
+    const int64_t all = static_cast<int64_t>(inputs_) * rows(context.batch);
+    if (begin == 0 && items(0, context.batch) == 0) count_channels(all, all, context);
     int first = 0;
     for (const Part& part : parts_) {
       const int count = part_items(part, context.batch);
@@ -141,43 +153,47 @@ void LinearOp::run(int phase, int begin, int end, int, Context& context) {
       first += count;
     }
   } else {
-    for (int row = begin; row < end; ++row) combine(row, context);
+    const int count = pieces(outputs_);
+    for (int item = begin; item < end; ++item) combine(item / count, item % count, context);
   }
 }
 
-void LinearOp::prepare_row(int row, Context& context) {
+// A piece of a row, ready for the kernels.
+void LinearOp::prepare_piece(int row, int piece, Context& context) {
   const Batch& batch = context.batch;
-  const float* x = context.buffers[in_] + static_cast<ptrdiff_t>(row) * padded(inputs_);
+  const int from = piece * kPiece, count = std::min(kPiece, inputs_ - from);
+  const ptrdiff_t at = static_cast<ptrdiff_t>(row) * padded(inputs_) + from;
+  const float* x = context.buffers[in_] + at;
   const bool sparse = is_sparse(batch, row);
-  const float* scale = threshold_.scales();
-  int active_channels = inputs_;
+  const float* scale = threshold_.scales() != nullptr ? threshold_.scales() + from : nullptr;
+  int active_channels = count;
   if (floats_) {
-    float* to = storage_->masked.data() + static_cast<ptrdiff_t>(row) * padded(inputs_);
+    float* to = storage_->masked.data() + at;
     if (sparse) {
-      kernels_.mask(x, inputs_, threshold_.value, scale, to);
+      kernels_.mask(x, count, threshold_.value, scale, to);
     } else {
-      std::memcpy(to, x, static_cast<size_t>(inputs_) * sizeof(float));
+      std::memcpy(to, x, static_cast<size_t>(count) * sizeof(float));
     }
-    active_channels = static_cast<int>(inputs_ - std::count(to, to + inputs_, 0.0f));
+    active_channels = static_cast<int>(count - std::count(to, to + count, 0.0f));
   } else {
-    const QuantizedRows q = quantized(batch);
-    kernels_.quantize(x, inputs_, sparse ? threshold_.value : -1.0f, scale, q, row);
+    const QuantizedRows q = quantized(batch).from(from / kGroup);
+    kernels_.quantize(x, count, sparse ? threshold_.value : -1.0f, scale, q, row);
     if (columns_ && q.rows == 1) {
-      active_channels = kernels_.find_active(q, row, inputs_, halves_, active());
+      active_channels = kernels_.find_active(q, row, count, halves_, active().from(from / kGroup));
     } else if (sparse || columns_) {
       active_channels = 0;
-      for (int g = 0; g < inputs_ / kGroup; ++g) {
+      for (int g = 0; g < count / kGroup; ++g) {
         const int8_t* group = q.q + (static_cast<ptrdiff_t>(g) * q.stride + row) * kGroup;
         active_channels += static_cast<int>(kGroup - std::count(group, group + kGroup, 0));
       }
     }
   }
-  count_channels(active_channels, 1, context);
+  count_channels(active_channels, count, context);
 }
 
-void LinearOp::count_channels(int64_t active, int rows, Context& context) const {
+void LinearOp::count_channels(int64_t active, int64_t total, Context& context) const {
   context.counters->channels_active += static_cast<uint64_t>(active);
-  context.counters->channels_total += static_cast<uint64_t>(inputs_) * static_cast<uint64_t>(rows);
+  context.counters->channels_total += static_cast<uint64_t>(total);
 }
 
 void LinearOp::run_part(const Part& part, int begin, int end, Context& context) {
@@ -222,29 +238,34 @@ void LinearOp::run_gemv(const Part& part, int begin, int end, float* y, Context&
     context.counters->bytes_read += record_bytes(w) * static_cast<size_t>(end - begin);
     return;
   }
-  for (int item = begin; item < end; ++item) {
-    const int segment = item / w.chunks(), c = item % w.chunks();
+  for (int item = begin; item < end;) {
+    const int slice = item / kSliceParts, first = item % kSliceParts, last = std::min(first + end - item, kSliceParts);
+    const int segment = slice / w.chunks(), c = slice % w.chunks();
     float* to = y + static_cast<ptrdiff_t>(segment) * w.padded_outputs + c * w.chunk;
-    context.counters->bytes_read += kernels_.columns_gemv(w, x, active(), to, segment, c);
+    context.counters->bytes_read +=
+        kernels_.columns_gemv(w, x, active(), to, segment, c, part_begin(w, c, first), part_begin(w, c, last));
+    item += last - first;
   }
 }
 
-// Adds the partial sums of staged parts in order, and the bias.
-void LinearOp::combine(int row, Context& context) {
+// A piece of a row: adds the partial sums of staged parts in order, and the bias.
+void LinearOp::combine(int row, int piece, Context& context) {
   float* y = context.buffers[out_] + static_cast<ptrdiff_t>(row) * padded(outputs_);
+  const int begin = piece * kPiece, end = std::min(begin + kPiece, outputs_);
   for (const Part& part : parts_) {
-    if (!staged(part, context.batch)) continue;
     const Matrix& w = part.matrix->matrix();
-    const float* from = storage_->partial.data() + static_cast<ptrdiff_t>(row) * staging_width_ + part.partial;
-    float* to = y + part.first_output;
-    std::memcpy(to, from, static_cast<size_t>(w.outputs) * sizeof(float));
+    const int first = std::max(begin, part.first_output), last = std::min(end, part.first_output + w.outputs);
+    if (first >= last || !staged(part, context.batch)) continue;
+    const float* from = storage_->partial.data() + static_cast<ptrdiff_t>(row) * staging_width_ + part.partial +
+                        (first - part.first_output);
+    std::memcpy(y + first, from, static_cast<size_t>(last - first) * sizeof(float));
     const bool segmented = !floats_ && rows(context.batch) <= kUnionRows && w.layout == Layout::columns;
     for (int s = 1; segmented && s < w.segments; ++s) {
       from += w.padded_outputs;
-      for (int o = 0; o < w.outputs; ++o) to[o] += from[o];
+      for (int o = first; o < last; ++o) y[o] += from[o - first];
     }
   }
-  for (size_t o = 0; o < bias_.size(); ++o) y[o] += bias_[o];
+  for (int o = begin; o < end && !bias_.empty(); ++o) y[o] += bias_[static_cast<size_t>(o)];
 }
 
 }  // namespace thinfer

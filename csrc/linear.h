@@ -11,6 +11,10 @@
 
 namespace thinfer {
 
+// Where no weights are read, a row is cut into items of so many inputs or outputs: a single long row keeps all threads busy.
+constexpr int kPiece = 2048;
+inline int pieces(int width) { return (width + kPiece - 1) / kPiece; }
+
 // Storage that the linear ops of one program share, as they run one after another.
 struct LinearStorage {
   std::vector<int8_t> q;
@@ -65,11 +69,11 @@ class LinearOp : public Op {
   int part_items(const Part& part, const Batch& batch) const;
   bool staged(const Part& part, const Batch& batch) const;
   bool united(const Batch& batch) const;
-  void prepare_row(int row, Context& context);
+  void prepare_piece(int row, int piece, Context& context);
   void run_part(const Part& part, int begin, int end, Context& context);
   void run_gemv(const Part& part, int begin, int end, float* y, Context& context);
-  void count_channels(int64_t active, int rows, Context& context) const;
-  void combine(int row, Context& context);
+  void count_channels(int64_t active, int64_t total, Context& context) const;
+  void combine(int row, int piece, Context& context);
   QuantizedRows quantized(const Batch& batch) const;
   ActiveChannels active() const;
   UnionChannels channels() const;

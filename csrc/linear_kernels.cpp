@@ -9,7 +9,7 @@ namespace thinfer {
   int find_active(const QuantizedRows&, int, int, bool, const ActiveChannels&);                                        \
   void rows_gemv(const Matrix&, const QuantizedRows&, float*, int, int);                                               \
   void rows_gemm(const Matrix&, const QuantizedRows&, float*, int, int, int, uint8_t*);                                \
-  size_t columns_gemv(const Matrix&, const QuantizedRows&, const ActiveChannels&, float*, int, int);                   \
+  size_t columns_gemv(const Matrix&, const QuantizedRows&, const ActiveChannels&, float*, int, int, int, int);         \
   void columns_gemm(const Matrix&, const QuantizedRows&, float*, int, int, int, uint8_t*);                             \
   size_t float_linear(const Matrix&, const float*, int, int, float*, int, int, int, bool, uint8_t*);                   \
   }

@@ -15,6 +15,12 @@ struct QuantizedRows {
   float* scale = nullptr;  // [groups][stride]
   float* bias = nullptr;   // [groups][stride] scale * sum of q: what multiplies the minimum of a group
   int32_t* sums = nullptr; // [groups][stride][2] sum of q over each half group
+
+  // Without the groups before `group`.
+  QuantizedRows from(int group) const {
+    const ptrdiff_t at = static_cast<ptrdiff_t>(group) * stride;
+    return {rows, stride, q + at * kGroup, scale + at, bias + at, sums + 2 * at};
+  }
 };
 
 // Input channels of one row whose quant is not 0, in quads: 4 channels and their quants. Codecs with a scale per 16
@@ -23,7 +29,11 @@ struct ActiveChannels {
   uint8_t* quads = nullptr;    // [groups][2] quads in each half; without halves the first counts all
   uint8_t* channel = nullptr;  // [groups][32] ascending
   int8_t* q = nullptr;         // [groups][32]
+
+  ActiveChannels from(int group) const { return {quads + 2 * group, channel + kGroup * group, q + kGroup * group}; }
 };
+
+constexpr int kFetchBlocks = 4;  // blocks of 64 outputs whose channels' cache lines are fetched together
 
 struct LinearKernels {
   // x [inputs] -> row `row` of `out`. Inputs with |x| * channel_scale <= threshold become 0 first (threshold < 0: none;
@@ -40,9 +50,10 @@ struct LinearKernels {
   // rows layout, x.rows activation rows: y[row * ldy + output]. scratch: gemm_scratch_bytes(x.rows).
   void (*rows_gemm)(const Matrix& w, const QuantizedRows& x, float* y, int ldy, int tile_begin, int tile_end,
                     uint8_t* scratch);
-  // columns layout, one activation row: partial sums of one segment and chunk to y[0..chunk width). Returns bytes read.
+  // columns layout, one activation row: partial sums of one segment and of outputs [64 begin, 64 end) of a chunk to the same
+  // places of y[0..chunk width). begin is a multiple of kFetchBlocks. Returns bytes read.
   size_t (*columns_gemv)(const Matrix& w, const QuantizedRows& x, const ActiveChannels& active, float* y, int segment,
-                         int chunk);
+                         int chunk, int block_begin, int block_end);
   // columns layout, x.rows activation rows: outputs [64 begin, 64 end), inside one chunk.
   void (*columns_gemm)(const Matrix& w, const QuantizedRows& x, float* y, int ldy, int block_begin, int block_end,
                        uint8_t* scratch);

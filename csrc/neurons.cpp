@@ -2,14 +2,12 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 
 namespace thinfer {
 namespace {
 
-constexpr int kPiece = 2048;  // neurons activated in one item
 constexpr int kWord = 64;
 
 template <class T>
@@ -19,17 +17,20 @@ void grow(std::vector<T>& v, size_t size) {
 
 int tiles(int count) { return (count + kTile - 1) / kTile; }
 
-// Appends the ascending ids of the bits set.
-void append_bits(const uint64_t* bits, int words, std::vector<int32_t>& ids) {
-  for (int w = 0; w < words; ++w) {
-    for (uint64_t rest = bits[w]; rest != 0; rest &= rest - 1) ids.push_back(w * kWord + __builtin_ctzll(rest));
-  }
-}
-
 uint64_t count_bits(const uint64_t* bits, int words) {
   uint64_t count = 0;
   for (int w = 0; w < words; ++w) count += static_cast<uint64_t>(__builtin_popcountll(bits[w]));
   return count;
+}
+
+// Appends the ascending ids of the bits set.
+void append_bits(const uint64_t* bits, int words, std::vector<int32_t>& ids) {
+  const size_t before = ids.size();
+  ids.resize(before + count_bits(bits, words));
+  int32_t* to = ids.data() + before;
+  for (int w = 0; w < words; ++w) {
+    for (uint64_t rest = bits[w]; rest != 0; rest &= rest - 1) *to++ = w * kWord + __builtin_ctzll(rest);
+  }
 }
 
 }  // namespace
@@ -70,15 +71,13 @@ void NeuronsOp::check_lists(uint64_t every, uint64_t turn) {
   check_turn_ = turn;
 }
 
-int NeuronsOp::pieces() const { return (neurons_ + kPiece - 1) / kPiece; }
-
 QuantizedRows NeuronsOp::quantized(int rows) const {
   LinearStorage& s = *shared_;
   return {rows, rows, s.q.data(), s.scale.data(), s.bias.data(), s.sums.data()};
 }
 
 bool NeuronsOp::wants(int row, int neuron) const {
-  return !listed() || (storage_->wanted[static_cast<size_t>(row * words() + neuron / kWord)] >> (neuron % kWord) & 1) != 0;
+  return (storage_->wanted[static_cast<size_t>(row * words() + neuron / kWord)] >> (neuron % kWord) & 1) != 0;
 }
 
 // Whether what fires in the row is counted in a checked step: in the others a predictor lists everything.
@@ -91,27 +90,55 @@ float* NeuronsOp::gate_row(int row, Context& context) const {
   return rows + static_cast<ptrdiff_t>(row) * padded(neurons_);
 }
 
-// The union of the lists, and each row's as bits.
-void NeuronsOp::list_wanted(int rows) {
+void NeuronsOp::check_range(int rows) const {
   const NeuronLists& lists = *parts_.lists;
   if (lists.rows() != rows) {
     throw std::invalid_argument("neurons are listed for " + std::to_string(lists.rows()) + " rows, the batch has " + std::to_string(rows));
   }
+  for (const int32_t id : lists.ids) {
+    if (id >= neurons_) throw std::invalid_argument("neuron " + std::to_string(id) + " of " + std::to_string(neurons_));
+  }
+}
+
+// Each row's list as bits.
+void NeuronsOp::list_wanted(int rows) {
+  const NeuronLists& lists = *parts_.lists;
   std::vector<uint64_t>& bits = storage_->wanted;
   bits.assign(static_cast<size_t>(rows * words()), 0);
   for (int row = 0; row < rows; ++row) {
     for (int i = lists.offsets[static_cast<size_t>(row)]; i < lists.offsets[static_cast<size_t>(row) + 1]; ++i) {
       const int id = lists.ids[static_cast<size_t>(i)];
-      if (id < 0 || id >= neurons_) throw std::invalid_argument("neuron " + std::to_string(id) + " of " + std::to_string(neurons_));
       bits[static_cast<size_t>(row * words() + id / kWord)] |= uint64_t{1} << (id % kWord);
     }
   }
-  std::vector<uint64_t> any(bits.begin(), bits.begin() + (rows > 0 ? words() : 0));
-  for (int row = 1; row < rows; ++row) {
-    for (int w = 0; w < words(); ++w) any[static_cast<size_t>(w)] |= bits[static_cast<size_t>(row * words() + w)];
+}
+
+// The neurons whose gates are computed: all of them, or those in any row's list.
+void NeuronsOp::choose_gates(int rows) {
+  NeuronStorage& s = *storage_;
+  if (!listed() || checked_) {
+    for (int id = static_cast<int>(s.all.size()); id < neurons_; ++id) s.all.push_back(id);
+    gate_ids_ = s.all.data();
+    gate_count_ = neurons_;
+    return;
   }
-  storage_->listed.clear();
-  append_bits(any.data(), static_cast<int>(any.size()), storage_->listed);
+  if (rows != 1) {
+    s.listed.clear();
+    append_bits(any_row(s.wanted, rows).data(), words(), s.listed);
+  }
+  const std::vector<int32_t>& ids = rows == 1 ? parts_.lists->ids : s.listed;
+  gate_ids_ = ids.data();
+  gate_count_ = static_cast<int>(ids.size());
+}
+
+// The union of the rows' bits.
+std::vector<uint64_t> NeuronsOp::any_row(const std::vector<uint64_t>& bits, int rows) const {
+  std::vector<uint64_t> any(static_cast<size_t>(words()), 0);
+  for (int row = 0; row < rows; ++row) {
+    const uint64_t* own = bits.data() + static_cast<ptrdiff_t>(row) * words();
+    for (int w = 0; w < words(); ++w) any[static_cast<size_t>(w)] |= own[w];
+  }
+  return any;
 }
 
 void NeuronsOp::prepare(const Batch& batch) {
@@ -131,19 +158,14 @@ void NeuronsOp::prepare(const Batch& batch) {
     grow(s.bias, whole);
     grow(s.sums, 3 * whole);
   }
-  if (listed()) list_wanted(n);
   checked_ = listed() && check_every_ > 0 && batch.step % check_every_ == check_turn_ && batch.any_sparse();
   if (checked_) grow(s.fired, rows * static_cast<size_t>(words()));
+  if (listed()) check_range(n);
+  if (listed() && (n > 1 || beyond_lists())) list_wanted(n);
   if (parts_.gate) {
-    const bool all = !listed() || checked_;
     s.gate.assign(rows * static_cast<size_t>(padded(neurons_)), 0.0f);
     grow(s.values, rows * static_cast<size_t>(padded(neurons_)));
-    if (all && static_cast<int>(s.all.size()) < neurons_) {
-      s.all.resize(static_cast<size_t>(neurons_));
-      std::iota(s.all.begin(), s.all.end(), 0);
-    }
-    gate_ids_ = all ? s.all.data() : s.listed.data();
-    gate_count_ = all ? neurons_ : static_cast<int>(s.listed.size());
+    choose_gates(n);
   }
   grow(s.active, rows * static_cast<size_t>(words()));
   if (parts_.up) grow(s.values, rows * static_cast<size_t>(padded(neurons_)));
@@ -153,9 +175,9 @@ int NeuronsOp::items(int phase, const Batch& batch) const {
   const int n = rows(batch);
   if (n == 0) return 0;
   switch (phase) {
-    case 0: return floats_ && threshold_.value < 0.0f ? 0 : n;
+    case 0: return floats_ && threshold_.value < 0.0f ? 0 : n * pieces(inputs_);
     case 1: return parts_.gate ? tiles(gate_count_) : 0;
-    case 2: return n * pieces();
+    case 2: return n * pieces(neurons_);
     case 3: return 1;
     default: return parts_.up ? tiles(static_cast<int>(storage_->ids.size())) : 0;
   }
@@ -168,40 +190,44 @@ size_t NeuronsOp::scratch_bytes(int max_rows) const {
 void NeuronsOp::run(int phase, int begin, int end, int, Context& context) {
   switch (phase) {
     case 0:
-      for (int row = begin; row < end; ++row) prepare_row(row, context);
+      for (int item = begin; item < end; ++item) prepare_piece(item / pieces(inputs_), item % pieces(inputs_), context);
       break;
     case 1: run_gate(begin, end, context); break;
     case 2:
-      for (int item = begin; item < end; ++item) activate(item / pieces(), item % pieces(), context);
+      for (int item = begin; item < end; ++item) activate(item / pieces(neurons_), item % pieces(neurons_), context);
       break;
     case 3: collect(context); break;
     default: run_up(begin, end, context);
   }
 }
 
-void NeuronsOp::prepare_row(int row, Context& context) {
-  const float* x = context.buffers[parts_.x] + static_cast<ptrdiff_t>(row) * padded(inputs_);
+// A piece of a row of x, ready for the kernels.
+void NeuronsOp::prepare_piece(int row, int piece, Context& context) {
+  const int from = piece * kPiece, count = std::min(kPiece, inputs_ - from);
+  const ptrdiff_t at = static_cast<ptrdiff_t>(row) * padded(inputs_) + from;
+  const float* x = context.buffers[parts_.x] + at;
   const bool sparse = threshold_.applies(context.batch, selected() ? context.batch.out_rows[row] : row);
+  const float* scale = threshold_.scales() != nullptr ? threshold_.scales() + from : nullptr;
   if (floats_) {
-    float* to = shared_->masked.data() + static_cast<ptrdiff_t>(row) * padded(inputs_);
+    float* to = shared_->masked.data() + at;
     if (sparse) {
-      linear_.mask(x, inputs_, threshold_.value, threshold_.scales(), to);
+      linear_.mask(x, count, threshold_.value, scale, to);
     } else {
-      std::memcpy(to, x, static_cast<size_t>(inputs_) * sizeof(float));
+      std::memcpy(to, x, static_cast<size_t>(count) * sizeof(float));
     }
     return;
   }
   const QuantizedRows q = quantized(rows(context.batch));
-  linear_.quantize(x, inputs_, sparse ? threshold_.value : -1.0f, threshold_.scales(), q, row);
-  if (q.rows == 1) arrange();
+  linear_.quantize(x, count, sparse ? threshold_.value : -1.0f, scale, q.from(from / kGroup), row);
+  if (q.rows == 1) arrange(from / kGroup, (from + count) / kGroup);
 }
 
-// The single row of a step in the order of the neurons layout; groups past the end are 0.
-void NeuronsOp::arrange() {
+// Groups [begin, end) of the single row of a step in the order of the neurons layout; groups past the last one are 0.
+void NeuronsOp::arrange(int begin, int end) {
   NeuronStorage& s = *storage_;
   const QuantizedRows x = quantized(1);
   const int groups = inputs_ / kGroup, whole = (groups + kSuper - 1) / kSuper * kSuper;
-  for (int g = 0; g < whole; ++g) {
+  for (int g = begin; g < (end == groups ? whole : end); ++g) {
     int8_t* to = s.q.data() + static_cast<ptrdiff_t>(g / kSuper) * kSuper * kGroup + 4 * (g % kSuper);
     const size_t at = static_cast<size_t>(g);
     const bool real = g < groups;
@@ -240,12 +266,13 @@ void NeuronsOp::compute(const PackedMatrix& matrix, const int32_t* ids, int begi
 void NeuronsOp::run_gate(int begin, int end, Context& context) {
   const int first = begin * kTile, last = std::min(end * kTile, gate_count_), n = rows(context.batch);
   compute(*parts_.gate, gate_ids_, first, last, context);
+  const bool all = !listed() || checked_ || n == 1;  // of what was computed is the row's own
   for (int row = 0; row < n; ++row) {
     float* gate = gate_row(row, context);
     const float* values = storage_->values.data() + static_cast<ptrdiff_t>(row) * padded(neurons_);
     for (int i = first; i < last; ++i) {
       const int id = gate_ids_[i];
-      if (!checked_ && !wants(row, id)) continue;
+      if (!all && !wants(row, id)) continue;
       gate[id] = values[i] + (parts_.gate_bias.empty() ? 0.0f : parts_.gate_bias[static_cast<size_t>(id)]);
     }
   }
@@ -265,9 +292,9 @@ void NeuronsOp::activate(int row, int piece, Context& context) {
   kernels_.find_above(activated, count, 0.0f, true, found);
   const int words = (count + kWord - 1) / kWord;
   std::memcpy(bits, found, static_cast<size_t>(words) * sizeof(uint64_t));
-  if (listed()) {
+  if (beyond_lists()) {
     if (checked_) std::memcpy(fired(row) + from / kWord, bits, static_cast<size_t>(words) * sizeof(uint64_t));
-    // A neuron that is not listed is 0 whatever the activation makes of its gate, which only checked steps know.
+    // A neuron that is not listed is 0 whatever the activation makes of its gate.
     const uint64_t* wanted = storage_->wanted.data() + static_cast<ptrdiff_t>(row) * this->words() + from / kWord;
     for (int w = 0; w < words; ++w) bits[w] &= wanted[w];
     if (!parts_.up && counts(row, context.batch)) {
@@ -284,13 +311,8 @@ void NeuronsOp::activate(int row, int piece, Context& context) {
 // The union of the rows' sets, and what they count.
 void NeuronsOp::collect(Context& context) {
   const int n = rows(context.batch);
-  std::vector<uint64_t> any(static_cast<size_t>(words()), 0);
-  int64_t own = 0, gates = 0;
-  for (int row = 0; row < n; ++row) {
-    own += static_cast<int64_t>(count_bits(active(row), words()));
-    const uint64_t* computed = checked_ ? fired(row) : active(row);
-    for (int w = 0; w < words(); ++w) any[static_cast<size_t>(w)] |= computed[w];
-  }
+  const auto own = static_cast<int64_t>(count_bits(storage_->active.data(), n * words()));
+  int64_t gates = 0;
   if (parts_.gate) gates = listed() ? parts_.lists->offsets.back() : static_cast<int64_t>(neurons_) * n;
   // Counted as the input channels that as many weights would make in a dense matrix. What is computed for a check alone is
   // left out, as no token is made of it; bytes_read holds it.
@@ -298,7 +320,7 @@ void NeuronsOp::collect(Context& context) {
   context.counters->channels_active += static_cast<uint64_t>(computed * inputs_ / neurons_);
   context.counters->channels_total += static_cast<uint64_t>(matrices * n) * static_cast<uint64_t>(inputs_);
   storage_->ids.clear();
-  if (parts_.up) append_bits(any.data(), words(), storage_->ids);
+  if (parts_.up) append_bits(any_row(checked_ ? storage_->fired : storage_->active, n).data(), words(), storage_->ids);
 }
 
 void NeuronsOp::run_up(int begin, int end, Context& context) {

@@ -21,7 +21,7 @@ struct NeuronStorage {
   std::vector<int32_t> sums;
   std::vector<float> gate;       // [rows][padded neurons], where the op computes it
   std::vector<float> values;     // of the rows of a matrix: [rows][padded count]
-  std::vector<uint64_t> wanted;  // [rows][words] bit of a neuron: in the row's list
+  std::vector<uint64_t> wanted;  // [rows][words] bit of a neuron: in the row's list, where more gates are known
   std::vector<uint64_t> active;  // [rows][words] and its activation is not 0
   std::vector<uint64_t> fired;   // [rows][words] its activation is not 0, listed or not; in checked steps
   std::vector<int32_t> ids;      // of the union of `active`, or of `fired` in checked steps
@@ -63,16 +63,20 @@ class NeuronsOp : public Op {
 
  private:
   int words() const { return (neurons_ + 63) / 64; }
-  int pieces() const;
   bool listed() const { return parts_.lists && parts_.lists->given; }
   uint64_t* active(int row) const { return storage_->active.data() + static_cast<ptrdiff_t>(row) * words(); }
   uint64_t* fired(int row) const { return storage_->fired.data() + static_cast<ptrdiff_t>(row) * words(); }
+  // Whether gates of neurons outside the lists are known.
+  bool beyond_lists() const { return listed() && (checked_ || !parts_.gate); }
   bool wants(int row, int neuron) const;
   bool counts(int row, const Batch& batch) const;
   float* gate_row(int row, Context& context) const;
+  void check_range(int rows) const;
   void list_wanted(int rows);
-  void prepare_row(int row, Context& context);
-  void arrange();
+  void choose_gates(int rows);
+  std::vector<uint64_t> any_row(const std::vector<uint64_t>& bits, int rows) const;
+  void prepare_piece(int row, int piece, Context& context);
+  void arrange(int begin, int end);
   void compute(const PackedMatrix& matrix, const int32_t* ids, int begin, int end, Context& context);
   void run_gate(int begin, int end, Context& context);
   void activate(int row, int piece, Context& context);

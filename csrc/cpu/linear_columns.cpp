@@ -30,6 +30,7 @@ struct Upcoming {
   template <Codec codec, int blocks>
   static THINFER_INLINE_MEMBER Upcoming of_step(const Quads& next, const ColumnsRecord<codec>& record, int block64) {
     constexpr int kPair = kBits<codec> == 8 ? 2 : 4;  // blocks that two lines of a channel hold
+    static_assert(kFetchBlocks % kPair == 0);
     constexpr int kSteps = kPair / blocks;
     const int step = block64 % kPair / blocks;
     const size_t line = record.nibbles(block64 - block64 % kPair);
@@ -172,14 +173,14 @@ THINFER_INLINE void add_blocks(const Quads& quads, int first_quads, const Quads&
 }
 
 template <Codec codec>
-size_t gemv(const Matrix& w, const QuantizedRows& x, const ActiveChannels& active, float* y, int segment, int chunk) {
+size_t gemv(const Matrix& w, const QuantizedRows& x, const ActiveChannels& active, float* y, int segment, int chunk,
+            int block_begin, int block_end) {
   constexpr int kGroups = groups_per_block(codec);
-  const int width = w.chunk_width(chunk);
-  const int blocks64 = width / kOutBlock;
+  const int width = w.chunk_width(chunk), outputs = kOutBlock * (block_end - block_begin);
   ColumnsRecord<codec> record{w.chunk_data(chunk), static_cast<size_t>(width)};
   const size_t size = record.channel();
   record.p += static_cast<size_t>(w.segment_begin(segment)) * record.bytes();
-  for (int i = 0; i < width; i += 16) store(y + i, zero());
+  for (int i = 0; i < outputs; i += 16) store(y + kOutBlock * block_begin + i, zero());
   size_t bytes = 0;
   const int last = w.segment_begin(segment + 1) * kGroups;
   for (int block = w.segment_begin(segment); block < w.segment_begin(segment + 1); ++block) {
@@ -199,18 +200,18 @@ size_t gemv(const Matrix& w, const QuantizedRows& x, const ActiveChannels& activ
                                         : ColumnsRecord<codec>{record.p + record.bytes(), record.width}.channels(0);
       }
       const GroupInput in{x.scale[at], x.bias[at], x.sums + 2 * at};
-      int b = 0;
+      int b = block_begin;
 #if defined(THINFER_ISA_AVX512)
       if constexpr (kBits<codec> != 8) {
-        for (; b + 2 <= blocks64; b += 2) add_blocks<codec, PairDots<codec>>(quads, first_quads, next, record, g, b, in, y);
+        for (; b + 2 <= block_end; b += 2) add_blocks<codec, PairDots<codec>>(quads, first_quads, next, record, g, b, in, y);
       }
 #endif
-      for (; b < blocks64; ++b) add_blocks<codec, BlockDots<codec>>(quads, first_quads, next, record, g, b, in, y);
+      for (; b < block_end; ++b) add_blocks<codec, BlockDots<codec>>(quads, first_quads, next, record, g, b, in, y);
       int read = 0;  // padding repeats a channel: no bytes
       for (int i = 0; i < 4 * quad_count; ++i) read += i == 0 || quads.list[i] != quads.list[i - 1];
-      bytes += size * static_cast<size_t>(read) + record.width * static_cast<size_t>(group_scale_bytes(codec));
+      bytes += static_cast<size_t>(channel_bytes(codec, outputs) * read + outputs * group_scale_bytes(codec));
     }
-    if (block_read) bytes += record.width * static_cast<size_t>(block_scale_bytes(codec));
+    if (block_read) bytes += static_cast<size_t>(outputs * block_scale_bytes(codec));
     record.p += record.bytes();
   }
   return bytes;
@@ -253,9 +254,9 @@ void gemm(const Matrix& w, const QuantizedRows& x, float* y, int ldy, int block_
 }  // namespace
 
 size_t columns_gemv(const Matrix& w, const QuantizedRows& x, const ActiveChannels& active, float* y, int segment,
-                    int chunk) {
+                    int chunk, int block_begin, int block_end) {
   size_t bytes = 0;
-  THINFER_FOR_CODEC(w.codec, bytes = gemv<codec>(w, x, active, y, segment, chunk));
+  THINFER_FOR_CODEC(w.codec, bytes = gemv<codec>(w, x, active, y, segment, chunk, block_begin, block_end));
   return bytes;
 }
 void columns_gemm(const Matrix& w, const QuantizedRows& x, float* y, int ldy, int block_begin, int block_end,
