@@ -83,7 +83,7 @@ void bind_neurons(nb::module_& module, nb::class_<CheckedProgram>& program) {
       .def(nb::init<>())
       .def("set", &set_lists, nb::arg("ids").noconvert(), nb::arg("offsets").noconvert(),
            "Row r asks for ids[offsets[r]:offsets[r + 1]], ascending. ValueError when they are not. Not while a step runs.")
-      .def("clear", [](NeuronLists& self) { self = NeuronLists(); }, "Ask for all neurons again.")
+      .def("clear", [](NeuronLists& self) { self = NeuronLists(); }, "Ask for all neurons again. Not while a step runs.")
       .def_prop_ro("given", [](const NeuronLists& self) { return self.given; }, "Whether neurons are listed.")
       .def_prop_ro("count", [](const NeuronLists& self) { return self.ids.size(); }, "Neurons listed, summed over rows.");
   program

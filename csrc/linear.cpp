@@ -12,8 +12,8 @@ void grow(std::vector<T>& v, size_t size) {
   if (v.size() < size) v.resize(size);
 }
 
-// Parts of a channel slice that are items of their own. A thread takes several at a time and reads them as one, as long
-// slices read faster; the last ones, taken one by one, go to whoever is done early.
+// Parts of a channel slice that are items of their own. A thread takes several at a time and reads them as one, because
+// long slices are read faster; the last ones, taken one by one, go to whoever is done early.
 constexpr int kSliceParts = 4;
 
 // The first block of 64 outputs of a part of a chunk.
@@ -129,7 +129,7 @@ int LinearOp::items(int phase, const Batch& batch) const {
 }
 
 int LinearOp::chunk(int phase, const Batch& batch) const {
-  // Column work of several rows comes in few, equal, large pieces, as that of floats.
+  // Column work that is not cut into parts comes in few, equal, large items.
   return phase == 2 && columns_ && (united(batch) || (floats_ && rows(batch) == 1)) ? 1 : 0;
 }
 
@@ -241,10 +241,11 @@ void LinearOp::run_gemv(const Part& part, int begin, int end, float* y, Context&
   for (int item = begin; item < end;) {
     const int slice = item / kSliceParts, first = item % kSliceParts, last = std::min(first + end - item, kSliceParts);
     const int segment = slice / w.chunks(), c = slice % w.chunks();
-    float* to = y + static_cast<ptrdiff_t>(segment) * w.padded_outputs + c * w.chunk;
-    context.counters->bytes_read +=
-        kernels_.columns_gemv(w, x, active(), to, segment, c, part_begin(w, c, first), part_begin(w, c, last));
+    const int from = part_begin(w, c, first), until = part_begin(w, c, last);
     item += last - first;
+    if (from == until) continue;  // the slice has fewer parts
+    float* to = y + static_cast<ptrdiff_t>(segment) * w.padded_outputs + c * w.chunk;
+    context.counters->bytes_read += kernels_.columns_gemv(w, x, active(), to, segment, c, from, until);
   }
 }
 

@@ -90,6 +90,7 @@ float* NeuronsOp::gate_row(int row, Context& context) const {
   return rows + static_cast<ptrdiff_t>(row) * padded(neurons_);
 }
 
+// Lists ascend from 0 or above: their makers see to that.
 void NeuronsOp::check_range(int rows) const {
   const NeuronLists& lists = *parts_.lists;
   if (lists.rows() != rows) {
@@ -161,7 +162,7 @@ void NeuronsOp::prepare(const Batch& batch) {
   checked_ = listed() && check_every_ > 0 && batch.step % check_every_ == check_turn_ && batch.any_sparse();
   if (checked_) grow(s.fired, rows * static_cast<size_t>(words()));
   if (listed()) check_range(n);
-  if (listed() && (n > 1 || beyond_lists())) list_wanted(n);
+  if (listed() && (n != 1 || beyond_lists())) list_wanted(n);
   if (parts_.gate) {
     s.gate.assign(rows * static_cast<size_t>(padded(neurons_)), 0.0f);
     grow(s.values, rows * static_cast<size_t>(padded(neurons_)));

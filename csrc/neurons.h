@@ -21,7 +21,7 @@ struct NeuronStorage {
   std::vector<int32_t> sums;
   std::vector<float> gate;       // [rows][padded neurons], where the op computes it
   std::vector<float> values;     // of the rows of a matrix: [rows][padded count]
-  std::vector<uint64_t> wanted;  // [rows][words] bit of a neuron: in the row's list, where more gates are known
+  std::vector<uint64_t> wanted;  // [rows][words] bit of a neuron: in the row's list; not filled for a single row whose list is all that is computed
   std::vector<uint64_t> active;  // [rows][words] and its activation is not 0
   std::vector<uint64_t> fired;   // [rows][words] its activation is not 0, listed or not; in checked steps
   std::vector<int32_t> ids;      // of the union of `active`, or of `fired` in checked steps
@@ -66,7 +66,7 @@ class NeuronsOp : public Op {
   bool listed() const { return parts_.lists && parts_.lists->given; }
   uint64_t* active(int row) const { return storage_->active.data() + static_cast<ptrdiff_t>(row) * words(); }
   uint64_t* fired(int row) const { return storage_->fired.data() + static_cast<ptrdiff_t>(row) * words(); }
-  // Whether gates of neurons outside the lists are known.
+  // Whether gates of neurons outside the lists are known. Elsewhere they are 0, of which every activation makes 0.
   bool beyond_lists() const { return listed() && (checked_ || !parts_.gate); }
   bool wants(int row, int neuron) const;
   bool counts(int row, const Batch& batch) const;

@@ -149,7 +149,9 @@ THINFER_INLINE void fetch_scales_and_high(const Quads& next, const ColumnsRecord
     for (size_t line = 0; line < kPlane * blocks; ++line) __builtin_prefetch(scales + plane * kPlane * record.width + 64 * line, 0, 3);
   }
   if constexpr (bits == 5 || bits == 6) {
-    if (block64 % (bits == 6 ? 4 : 8) == 0) {
+    constexpr int kLine = bits == 6 ? 4 : 8;  // blocks whose bits above the nibbles are one line
+    static_assert(kFetchBlocks % kLine == 0);
+    if (block64 % kLine == 0) {
       for (int i = 0; i < next.count; ++i) __builtin_prefetch(next.channel(i) + record.high(block64), 0, 3);
     }
   }

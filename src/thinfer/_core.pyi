@@ -379,7 +379,7 @@ class NeuronLists:
         """
 
     def clear(self) -> None:
-        """Ask for all neurons again."""
+        """Ask for all neurons again. Not while a step runs."""
 
     @property
     def given(self) -> bool:

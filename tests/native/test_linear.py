@@ -99,6 +99,36 @@ def test_int8_mode_is_the_product_of_rounded_activations(isa, stored):
                 assert (np.abs(y - expected) <= 1e-6 * size).all()
 
 
+@pytest.mark.parametrize("stored", ["Q4_0", "Q5_0", "Q6_K", "Q8_0"])
+def test_long_rows_and_wide_slices_are_cut_into_the_same_values(isa, stored):
+    """2560 inputs are two items to quantise, 1100 outputs several parts of a slice, together 2200 two items to add up."""
+    inputs, outputs = 2560, 1100
+    (raw, w), (other, v) = weights(stored, outputs, inputs), weights(stored, outputs, inputs, seed=1)
+    rng = np.random.default_rng(7)
+    scale = rng.uniform(0.5, 2, inputs).astype(np.float32)
+    bias = rng.standard_normal(2 * outputs).astype(np.float32)
+    x = steps(rng, 17, inputs)
+    z = np.where(np.abs(x) * scale > 0.7, x, np.float32(0)).astype(np.float64)
+    w = np.concatenate([w, v]).astype(np.float64)
+    expected, size = z @ w.T + bias, np.abs(z) @ np.abs(w).T + np.abs(bias)
+    for segments in (1, 3):
+        results, reads = [], []
+        for layout, chunk in (("rows", 0), ("columns", 1024), ("columns", 320), ("columns", 576)):
+            matrices = [pack([(part, stored)], inputs, layout, chunk, segments) for part in (raw, other)]
+            for threads in (1, 3):
+                op = Linear(isa, matrices, inputs, 2 * outputs, threads=threads, bias=bias).threshold(0.7, scale)
+                op.program.take_counters()
+                results.append(op.one_by_one(x))
+                (counter,) = op.program.take_counters()
+                assert counter.channels_active == np.count_nonzero(z)
+                reads.append(counter.bytes_read)
+                results += [op(x), np.concatenate([op(x[:3]), op(x[3:])])]
+            assert reads[-1] == reads[-2]
+        assert (np.abs(results[0] - expected) <= 1e-6 * size).all()
+        for result in results[1:]:
+            np.testing.assert_array_equal(result, results[0])
+
+
 def extreme(stored, level):
     """Rows whose quants are all at their lowest (0) or highest (1) and whose scales are powers of two."""
     fill = 0xFF if level else 0

@@ -16,8 +16,9 @@ TYPES = (*QUANTISED, *FLOATS)
 class Neurons:
     """One neurons op; calling it runs a batch. The gate is a buffer of its own unless a matrix is given."""
 
-    def __init__(self, isa, up, inputs=INPUTS, *, gate=None, activations="int8", threads=1, act="relu", **biases):
-        neurons = NEURONS
+    def __init__(
+        self, isa, up, inputs=INPUTS, neurons=NEURONS, *, gate=None, activations="int8", threads=1, act="relu", **biases
+    ):
         self.program = _core.Program(isa, pool(threads), Linear.MAX_ROWS)
         self.x, self.out = self.program.add_buffer(inputs), self.program.add_buffer(neurons)
         self.gate = self.program.add_buffer(neurons)
@@ -63,14 +64,14 @@ def row_layout(stored):
     return layouts(stored)[0]
 
 
-def dense(isa, stored, x, *, inputs=INPUTS, segments=1, seed=0, **options):
+def dense(isa, stored, x, *, inputs=INPUTS, neurons=NEURONS, segments=1, seed=0, **options):
     layout, chunk = row_layout(stored)
-    raw, _ = weights(stored, NEURONS, inputs, seed)
-    return Linear(isa, [pack([(raw, stored)], inputs, layout, chunk, segments)], inputs, NEURONS, **options)(x)
+    raw, _ = weights(stored, neurons, inputs, seed)
+    return Linear(isa, [pack([(raw, stored)], inputs, layout, chunk, segments)], inputs, neurons, **options)(x)
 
 
-def packed(stored, inputs=INPUTS, segments=1, seed=0):
-    return pack([(weights(stored, NEURONS, inputs, seed)[0], stored)], inputs, "neurons", 0, segments)
+def packed(stored, inputs=INPUTS, segments=1, seed=0, neurons=NEURONS):
+    return pack([(weights(stored, neurons, inputs, seed)[0], stored)], inputs, "neurons", 0, segments)
 
 
 def inputs_of(stored):
@@ -155,6 +156,34 @@ def test_listed_neurons_have_a_gate_of_their_own(isa, stored, gated):
             ups_read = int((mask & fires).any(axis=0).sum()) if gated else 0
             assert counter.bytes_read == (len(active.union()) + ups_read) * gate.nbytes // NEURONS
             assert counter.channels_total == matrices * rows * INPUTS
+
+
+@pytest.mark.parametrize("activations", ["int8", "f32"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_rows_longer_than_an_item_are_whole(isa, gated, activations):
+    """2304 inputs and 2200 neurons: their last pieces are short, and several threads share a row."""
+    rng, inputs, neurons = np.random.default_rng(6), 2304, 2200
+    shape = {"inputs": inputs, "neurons": neurons}
+    scale = rng.uniform(0.5, 2, inputs).astype(np.float32)
+    gate = packed("Q4_0", seed=1, **shape)
+    op = Neurons(
+        isa, packed("Q4_0", **shape) if gated else None, **shape, gate=gate, activations=activations, threads=3
+    )
+    op.threshold(0.5, scale)
+    for rows in (1, 3):
+        x = rows_of(rng, rows, inputs)
+        cut = np.where(np.abs(x) * scale > 0.5, x, np.float32(0))
+        gates = dense(isa, "Q4_0", cut, seed=1, **shape, activations=activations)
+        ups = dense(isa, "Q4_0", cut, **shape, activations=activations) if gated else np.ones_like(gates)
+        full = np.maximum(gates, 0) * ups + np.float32(0)
+        op.lists.clear()
+        np.testing.assert_array_equal(op(x), full)
+        for every, density in ((0, 0.0), (0, 0.3), (1, 0.3), (0, 1.0)):
+            mask = rng.random((rows, neurons)) < density
+            active = ActiveSet.where(mask)
+            op.lists.set(active.ids, active.offsets)
+            op.program.check_lists(op.op, every, 0)
+            np.testing.assert_array_equal(op(x), np.where(mask, full, np.float32(0)))
 
 
 @pytest.mark.parametrize("activations", ["int8", "f32"])
