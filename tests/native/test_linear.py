@@ -101,7 +101,7 @@ def test_int8_mode_is_the_product_of_rounded_activations(isa, stored):
 
 @pytest.mark.parametrize("stored", ["Q4_0", "Q5_0", "Q6_K", "Q8_0"])
 def test_long_rows_and_wide_slices_are_cut_into_the_same_values(isa, stored):
-    """2560 inputs are two items to quantise, 1100 outputs several parts of a slice, together 2200 two items to add up."""
+    """2560 inputs are two items to quantise, 1100 outputs several parts of a slice, 2200 two items to add up."""
     inputs, outputs = 2560, 1100
     (raw, w), (other, v) = weights(stored, outputs, inputs), weights(stored, outputs, inputs, seed=1)
     rng = np.random.default_rng(7)
