@@ -61,6 +61,18 @@ Threshold Threshold::padded_to(int inputs) && {
   return std::move(*this);
 }
 
+void prepare_inputs(const LinearKernels& kernels, const Threshold& threshold, bool sparse, const float* x, int from, int count,
+                    float* masked, const QuantizedRows& q, int row) {
+  const float* scale = threshold.scales() != nullptr ? threshold.scales() + from : nullptr;
+  if (masked == nullptr) {
+    kernels.quantize(x + from, count, sparse ? threshold.value : -1.0f, scale, q.from(from / kGroup), row);
+  } else if (sparse) {
+    kernels.mask(x + from, count, threshold.value, scale, masked + from);
+  } else {
+    std::memcpy(masked + from, x + from, static_cast<size_t>(count) * sizeof(float));
+  }
+}
+
 void LinearOp::set_threshold(Threshold threshold) { threshold_ = std::move(threshold).padded_to(inputs_); }
 
 bool LinearOp::is_sparse(const Batch& batch, int row) const {
@@ -162,22 +174,15 @@ void LinearOp::run(int phase, int begin, int end, int, Context& context) {
 void LinearOp::prepare_piece(int row, int piece, Context& context) {
   const Batch& batch = context.batch;
   const int from = piece * kPiece, count = std::min(kPiece, inputs_ - from);
-  const ptrdiff_t at = static_cast<ptrdiff_t>(row) * padded(inputs_) + from;
-  const float* x = context.buffers[in_] + at;
+  const ptrdiff_t at = static_cast<ptrdiff_t>(row) * padded(inputs_);
   const bool sparse = is_sparse(batch, row);
-  const float* scale = threshold_.scales() != nullptr ? threshold_.scales() + from : nullptr;
+  float* masked = floats_ ? storage_->masked.data() + at : nullptr;
+  prepare_inputs(kernels_, threshold_, sparse, context.buffers[in_] + at, from, count, masked, quantized(batch), row);
   int active_channels = count;
   if (floats_) {
-    float* to = storage_->masked.data() + at;
-    if (sparse) {
-      kernels_.mask(x, count, threshold_.value, scale, to);
-    } else {
-      std::memcpy(to, x, static_cast<size_t>(count) * sizeof(float));
-    }
-    active_channels = static_cast<int>(count - std::count(to, to + count, 0.0f));
+    active_channels = static_cast<int>(count - std::count(masked + from, masked + from + count, 0.0f));
   } else {
     const QuantizedRows q = quantized(batch).from(from / kGroup);
-    kernels_.quantize(x, count, sparse ? threshold_.value : -1.0f, scale, q, row);
     if (columns_ && q.rows == 1) {
       active_channels = kernels_.find_active(q, row, count, halves_, active().from(from / kGroup));
     } else if (sparse || columns_) {

@@ -37,6 +37,11 @@ struct Threshold {
   Threshold padded_to(int inputs) &&;
 };
 
+// Inputs [from, from + count) of row `row` of a step as kernels read them: those of `x`, the whole row, masked where it is
+// sparse, as floats to the same places of `masked`, or where that is null quantised to `q`.
+void prepare_inputs(const LinearKernels& kernels, const Threshold& threshold, bool sparse, const float* x, int from, int count,
+                    float* masked, const QuantizedRows& q, int row);
+
 class LinearOp : public Op {
  public:
   // Parts are matrices with the same inputs, stacked along the outputs in buffer `out`. bias: empty, or one float an

@@ -205,22 +205,12 @@ void NeuronsOp::run(int phase, int begin, int end, int, Context& context) {
 // A piece of a row of x, ready for the kernels.
 void NeuronsOp::prepare_piece(int row, int piece, Context& context) {
   const int from = piece * kPiece, count = std::min(kPiece, inputs_ - from);
-  const ptrdiff_t at = static_cast<ptrdiff_t>(row) * padded(inputs_) + from;
-  const float* x = context.buffers[parts_.x] + at;
+  const ptrdiff_t at = static_cast<ptrdiff_t>(row) * padded(inputs_);
   const bool sparse = threshold_.applies(context.batch, selected() ? context.batch.out_rows[row] : row);
-  const float* scale = threshold_.scales() != nullptr ? threshold_.scales() + from : nullptr;
-  if (floats_) {
-    float* to = shared_->masked.data() + at;
-    if (sparse) {
-      linear_.mask(x, count, threshold_.value, scale, to);
-    } else {
-      std::memcpy(to, x, static_cast<size_t>(count) * sizeof(float));
-    }
-    return;
-  }
-  const QuantizedRows q = quantized(rows(context.batch));
-  linear_.quantize(x, count, sparse ? threshold_.value : -1.0f, scale, q.from(from / kGroup), row);
-  if (q.rows == 1) arrange(from / kGroup, (from + count) / kGroup);
+  const int n = rows(context.batch);
+  float* masked = floats_ ? shared_->masked.data() + at : nullptr;
+  prepare_inputs(linear_, threshold_, sparse, context.buffers[parts_.x] + at, from, count, masked, quantized(n), row);
+  if (!floats_ && n == 1) arrange(from / kGroup, (from + count) / kGroup);
 }
 
 // Groups [begin, end) of the single row of a step in the order of the neurons layout; groups past the last one are 0.

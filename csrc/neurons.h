@@ -21,7 +21,7 @@ struct NeuronStorage {
   std::vector<int32_t> sums;
   std::vector<float> gate;       // [rows][padded neurons], where the op computes it
   std::vector<float> values;     // of the rows of a matrix: [rows][padded count]
-  std::vector<uint64_t> wanted;  // [rows][words] bit of a neuron: in the row's list; not filled for a single row whose list is all that is computed
+  std::vector<uint64_t> wanted;  // [rows][words] bit of a neuron: in the row's list; unless a single row's is all that is computed
   std::vector<uint64_t> active;  // [rows][words] and its activation is not 0
   std::vector<uint64_t> fired;   // [rows][words] its activation is not 0, listed or not; in checked steps
   std::vector<int32_t> ids;      // of the union of `active`, or of `fired` in checked steps
