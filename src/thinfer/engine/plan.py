@@ -25,8 +25,9 @@ _SKIP_BYTES = 1024
 """A skipped channel saves time only where the channels that are read come in runs of about this many bytes."""
 _SEGMENT_BLOCK = 256
 _WIDE_OUTPUTS = 4096
-_WIDE_SEGMENTS = 2
-_NARROW_SEGMENTS = 8
+_WIDE_SEGMENT_INPUTS = 1024
+_FEW_SEGMENTS = 2
+_MOST_SEGMENTS = 8
 _ASSUMED_RATE = 0.5
 _RATE_STEP = 0.05
 
@@ -172,11 +173,14 @@ class LinearShape:
 def segment_count(inputs: int, outputs: int) -> int:
     """Partial sums over the input, cut on blocks of 256, so that threads can share long channel slices.
 
-    Narrow matrices, whose slices are short anyway, are cut in up to eight: a thread that lost its processor for a while
-    then leaves work that others can take over. Of wide ones two are enough, and adding more would cost time. Depends on
-    the shape only: sums are added in order, so every layout, batch and thread count gives the same bits.
+    Up to eight: then the outputs need no cutting for a few threads, and one that lost its processor for a while leaves
+    work that others can take over. Wide matrices with few inputs are cut less, as adding up many long partial sums would
+    cost more than it saves. Depends on the shape only: sums are added in order, so every layout, batch and thread count
+    gives the same bits.
     """
-    most = _WIDE_SEGMENTS if outputs >= _WIDE_OUTPUTS else _NARROW_SEGMENTS
+    most = _MOST_SEGMENTS
+    if outputs >= _WIDE_OUTPUTS:
+        most = max(_FEW_SEGMENTS, min(most, inputs // _WIDE_SEGMENT_INPUTS))
     return max(1, min(most, inputs // _SEGMENT_BLOCK))
 
 
@@ -186,7 +190,7 @@ def chunk_outputs(outputs: int, bits: int, segments: int, threads: int) -> int:
     Longer is better: at half density slices of 4 KB read at full bandwidth, of 2 KB at 9/10, of 768 bytes at 6/10.
     """
     padded = -(-outputs // _OUT_BLOCK) * _OUT_BLOCK
-    wanted = threads if segments <= _WIDE_SEGMENTS else -(-2 * threads // segments)
+    wanted = threads if segments <= _FEW_SEGMENTS else -(-2 * threads // segments)
     longest = max(1, padded * bits // 8 // _SKIP_BYTES)
     slices = max(1, min(wanted, longest))
     return -(-padded // slices // _OUT_BLOCK) * _OUT_BLOCK
