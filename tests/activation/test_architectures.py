@@ -36,13 +36,13 @@ def test_they_are_seen_alike(model_type, variant, has_zeros, tmp_path):
         assert [task.layer for task in tasks[:4]] == [0, 0, 1, 1]
         assert tasks[2].source == tasks[0].own
         assert tasks[3].source == tasks[1].own
-        recording = Recording(engine, tasks, tmp_path, label_share=0.3, head_share=0.5, sink_tokens=2)
-        recording.run(WINDOWS, lambda _: None)
-        assert recording.tokens == 2 * 22
-        for task in tasks:
-            assert recording.inputs(task.source).shape == (44, task.inputs)
-            assert recording.labels(task).shape == (44, task.outputs)
-            assert recording.labels(task).mean() == pytest.approx(0.5 if task.target == "heads" else 0.3, abs=0.02)
+        with Recording(engine, tasks, label_share=0.3, head_share=0.5, sink_tokens=2) as recording:
+            recording.run(WINDOWS, lambda _: None)
+            assert recording.tokens == 2 * 22
+            for task in tasks:
+                assert recording.inputs(task.source).shape == (44, task.inputs)
+                assert recording.labels(task).shape == (44, task.outputs)
+                assert recording.labels(task).mean() == pytest.approx(0.5 if task.target == "heads" else 0.3, abs=0.02)
     rows = measure(model, WINDOWS, ContextualOptions(keep=(0.5,), sink_tokens=2))
     assert all(row["kl_mean"] > 0 for row in rows)
     checkpoint.close()

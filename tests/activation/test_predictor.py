@@ -1,6 +1,7 @@
-"""Predictors of a model whose gates have low rank: recall on held-out text, the artifact, quality, stale weights."""
+"""Predictors of a model whose gates have low rank: recall on held-out text, artifact, quality, stale weights."""
 
 import json
+import tempfile
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,9 @@ from tiny_llama import write_tiny_llama
 
 pytest.importorskip("torch")
 TEXT = " ".join(f"The prince bowed {i} times to lady {i * 7 % 31}, who smiled at room {i * i % 97}." for i in range(80))
-SMALL = {"executor": "reference", "text": TEXT, "tokens": 1536, "held_out": 512, "seq_len": 64, "epochs": 2}
+SIZES = {"tokens": 1536, "held_out": 512, "seq_len": 64, "epochs": 2}
+# The smallest predictors of both layers take 11 % of so small a model.
+SMALL = {"executor": "reference", "text": TEXT, "budget": 0.2, **SIZES}
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,7 @@ def trained(model, tmp_path_factory):
 def test_predictors_of_low_rank_gates_count(model, trained):
     out, report = trained
     assert report["all_count"]
+    assert report["left_out"] == []
     assert [row["layer"] for row in report["predictors"]] == [0, 1]
     for row in report["predictors"]:
         assert row["recall"] >= 0.95
@@ -160,10 +164,48 @@ def test_stock_models_are_refused_unless_a_share_is_named(tmp_path):
 
 
 def test_random_gates_get_predictors_that_say_whether_they_count(tmp_path):
-    report = train_predictors(write_relu(tmp_path / "m"), tmp_path / "out", **SMALL, budget=0.05)
+    report = train_predictors(write_relu(tmp_path / "m"), tmp_path / "out", **SMALL)
     for row in report["predictors"]:
         assert row["counts"] == (row["recall"] >= 0.95 and row["density"] <= 1.5 * row["true_density"])
         assert row["tried"]
+
+
+def test_a_layer_that_the_budget_does_not_hold_gets_none(model, tmp_path):
+    report = train_predictors(model, tmp_path / "out", **SMALL | {"budget": 0.1})
+    assert [row["layer"] for row in report["predictors"]] == [0]
+    assert report["left_out"] == [{"target": "neurons", "layer": 1, "parameters": 32 * (64 + 96) + 96}]
+    assert report["budget_for_all"] == 0.11
+    assert report["parameters_share"] <= 0.1
+    assert report["within_budget"]
+    assert report["all_count"]
+    with LLM(model, executor="reference", sparsity=False) as llm:
+        stored = load_predictors(tmp_path / "out", llm.engine.model.checkpoint.fingerprint())
+    assert [each.layer for each in stored] == [0]
+
+
+def test_a_budget_that_holds_nothing_is_refused_before_anything_runs(model, tmp_path):
+    told = []
+    with pytest.raises(UsageError, match=r"5\.0%.* the smallest takes 5\.5%; --budget 0\.11 holds"):
+        train_predictors(model, tmp_path / "out", progress=told.append, **SMALL | {"budget": 0.05})
+    assert not told
+    assert not (tmp_path / "out").exists()
+
+
+def test_recording_leaves_no_name_on_the_disk(model, tmp_path, monkeypatch):
+    """So that nothing stays behind when the process is killed."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    told = []
+
+    def progress(line):
+        told.append(line)
+        assert not list(scratch.iterdir())
+
+    train_predictors(model, tmp_path / "out", progress=progress, **SMALL | {"epochs": 1, "layers": [0]})
+    assert sum("recording" in line for line in told) > 2
+    assert sum("training" in line for line in told) == 1
+    assert not list(scratch.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from activation.relu_llama import write_broken, write_relu
-from thinfer.activation.profile import head_grams, head_norms, profile
+from thinfer.activation.profile import NeuronCounts, head_grams, head_norms, profile
 from thinfer.activation.profile_plot import plot_profile
 from thinfer.activation.scores import block_sites
 from thinfer.activation.threshold import calibrate
@@ -78,6 +78,38 @@ def test_unions_grow_and_begin_at_the_density(model, tmp_path):
     assert report["union_window"][-1] is None
     assert report["union_sizes"] == list(UNION_SIZES)
     assert (found.reuse > found.expected_reuse() - 0.05).all()
+
+
+@pytest.mark.parametrize("pieces", [(512, 1024), (512, 700), (1, 2, 699)])
+@pytest.mark.parametrize("windows", [1, 4])  # of the third only some rows are kept for the unions, of the fourth none
+def test_a_window_in_pieces_counts_as_a_whole(pieces, windows):
+    rng = np.random.default_rng(1)
+    shapes = [(1024, 24), (700, 24), (1024, 24), (700, 24)][-windows:]
+    whole, cut = NeuronCounts(1, 2, 24), NeuronCounts(1, 2, 24)
+    for counts in (whole, cut):
+        counts.next_text()
+    for shape in shapes:
+        for layer in (0, 1):
+            x = np.maximum(rng.standard_normal(shape) - 0.8, 0).astype(np.float32)
+            whole.add(layer, x, np.zeros(len(x), np.int32))
+            for number, piece in enumerate(np.split(x, [p for p in pieces if p < len(x)])):
+                cut.add(layer, piece, np.zeros(len(piece), np.int32), continues=number > 0)
+    assert (cut.reuse() == whole.reuse()).all()
+    for ours, theirs in zip(cut.unions(0), whole.unions(0), strict=True):
+        assert not np.isnan(theirs).any()
+        assert np.array_equal(ours, theirs)
+
+
+def test_a_profile_does_not_depend_on_the_batches(model, tmp_path):
+    """As with windows of more than 512 tokens; the first batches hold nothing but sinks, or a part of them."""
+    options = {**SMALL, "tokens": 384, "seq_len": 96}
+    whole, _ = profile(model, tmp_path / "whole", texts=[TEXT], **options)
+    for chunk in (1, 3):
+        found, _ = profile(model, tmp_path / "cut", texts=[TEXT], **options, chunk=chunk)
+        assert found.tokens == whole.tokens
+        # A sum in another order may make a zero of what was next to it.
+        assert found.reuse == pytest.approx(whole.reuse, abs=1e-3)
+        assert found.union_window == pytest.approx(whole.union_window, abs=1e-3)
 
 
 def test_stock_models_have_no_zeros_and_say_so(tmp_path):

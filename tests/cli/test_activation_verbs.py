@@ -83,6 +83,20 @@ def test_predict_train_reports_and_says_what_counts(model, text, tmp_path):
     assert result.exit_code == 0, result.stderr
     assert [row["layer"] for row in json.loads(result.stdout)["predictors"]] == [1]
     assert "neurons 1" in result.stderr
+    assert "left out" not in result.stderr
+
+
+def test_predict_train_says_what_the_budget_leaves_out(model, text, tmp_path):
+    pytest.importorskip("torch")
+    small = ("--text", text, "--tokens", "256", "--held-out", "64", "--seqlen", "64", "--epochs", "1")
+    place = ("predict", "train", model, "-o", str(tmp_path / "out"))
+    result = invoke(*place, *small, "--executor", "reference")
+    assert result.exit_code == 0, result.stderr
+    assert [row["layer"] for row in json.loads(result.stdout)["left_out"]] == [1]
+    assert "left out: 1 of 2, which the budget of 10.0% does not hold; --budget 0.11 holds all" in result.stderr
+    result = invoke(*place, *small, "--executor", "reference", "--budget", "0.01")
+    assert result.exit_code == 2
+    assert "a budget of 1.0% of the model's parameters holds no predictor" in result.stderr
 
 
 @pytest.mark.parametrize(

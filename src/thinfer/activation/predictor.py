@@ -1,6 +1,6 @@
 """Predictors: recorded, trained as large as each layer needs, measured on held-out text, stored quantised."""
 
-import tempfile
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Real
@@ -11,6 +11,7 @@ import numpy as np
 
 from thinfer.activation.masked_run import Bool, Comparison, Float32, WindowRunner
 from thinfer.activation.observed import open_dense
+from thinfer.activation.predictor_budget import Budget, least
 from thinfer.activation.predictor_training import (
     Data,
     FitOptions,
@@ -146,12 +147,14 @@ def train_predictors(
     Returns:
         "predictors", one entry for each layer and target: sizes, "threshold", "recall", "precision", "density",
         "true_density", "counts", "density_at_95" (with the threshold that would give a recall of 0.95 there),
-        "parameters", "bytes", and "tried" with every size; "all_count"; "parameters_share" and "within_budget";
-        "bytes"; "quality" of those that count on held-out windows (None when none does); "options", "engine", "text".
+        "parameters", "bytes", and "tried" with every size; "all_count" of these; "left_out", the "target", "layer" and
+        "parameters" of the smallest predictors that the budget does not hold; "budget_for_all", that would hold them
+        too; "parameters_share" and "within_budget"; "bytes"; "quality" of those that count on held-out windows (None
+        when none does); "options", "engine", "text".
 
     Raises:
-        UsageError: PyTorch is missing, an impossible option, a text too short, windows too long for the model, or a
-            model without sparse neurons.
+        UsageError: PyTorch is missing, an impossible option, a text too short, windows too long for the model, a
+            budget that holds no predictor, or a model without sparse neurons.
         UnsupportedError: a width of the model is no multiple of 32.
         CheckFailed: activations are NaN.
         ResourceError: the recording does not fit the scratch disk.
@@ -168,7 +171,8 @@ def train_predictors(
     require_writable(out)
     with open_dense(model, settings.seq_len, given) as llm:
         windows = _windows(llm, text, settings)
-        trained = _Training(llm.engine, settings, windows, tell).run()
+        training = _Training(llm.engine, settings, windows, tell)
+        trained = training.run()
         loaded = llm.engine.model
         engine = asdict(llm.options)
         del engine["sparsity"]
@@ -184,6 +188,8 @@ def train_predictors(
             ],
             "all_count": all(predictor.counts for predictor, _ in trained),
             "counts_means": f"recall of at least {COUNTS_RECALL} at {COUNTS_DENSITY} times the true density at most",
+            "left_out": training.left_out,
+            "budget_for_all": training.budget_for_all,
             "parameters_share": share,
             "within_budget": share <= settings.budget,
             "bytes": sum(predictor.nbytes for predictor, _ in trained),
@@ -213,43 +219,56 @@ class _Training:
         self._windows = windows
         self._tell = tell
         heads = engine.config.num_attention_heads
-        self._tasks = make_tasks(engine.graph, heads, settings.targets, settings.lookahead, settings.layers)
-        for task in self._tasks:
+        tasks = make_tasks(engine.graph, heads, settings.targets, settings.lookahead, settings.layers)
+        for task in tasks:
             if task.inputs % BLOCK_VALUES:
                 raise UnsupportedError(
                     f"predictors read blocks of {BLOCK_VALUES} channels, but {task.source} has {task.inputs}; "
                     "use a model whose hidden size is a multiple of that"
                 )
         everything = len(settings.targets) * engine.config.num_hidden_layers
-        self._allowance = settings.budget * engine.model.num_parameters / everything
+        parameters = engine.model.num_parameters
+        self._budget = Budget(tasks, settings.budget * parameters, settings.budget * parameters / everything)
+        # One step up, so that rounding takes nothing from it.
+        self.budget_for_all = (math.floor(1000 * self._budget.needed / parameters) + 1) / 1000
+        if not self._budget.held:
+            share = min(map(least, tasks)) / parameters
+            raise UsageError(
+                f"a budget of {settings.budget:.1%} of the model's parameters holds no predictor: the smallest takes "
+                f"{share:.1%}; --budget {self.budget_for_all:g} holds the smallest of every layer"
+            )
+
+    @property
+    def left_out(self) -> list[dict[str, Any]]:
+        """What the budget does not hold, ready for JSON."""
+        return [
+            {"target": task.target, "layer": task.layer, "parameters": least(task)} for task in self._budget.left_out
+        ]
 
     def run(self) -> list[tuple[Predictor, dict[str, Any]]]:
-        """Record, then train layer by layer; what one layer leaves of its part of the budget the next may use."""
-        settings = self._settings
-        with tempfile.TemporaryDirectory(prefix="thinfer-predict-") as scratch:
-            recording = Recording(
-                self._engine,
-                self._tasks,
-                Path(scratch),
-                label_share=settings.label_share,
-                head_share=settings.head_share,
-                sink_tokens=settings.sink_tokens,
-            )
+        """Record, then train layer by layer."""
+        settings, tasks = self._settings, self._budget.held
+        with Recording(
+            self._engine,
+            tasks,
+            label_share=settings.label_share,
+            head_share=settings.head_share,
+            sink_tokens=settings.sink_tokens,
+        ) as recording:
             recording.run((*self._windows.windows, *self._windows.held_out), self._tell)
             each = settings.seq_len - settings.sink_tokens
             held_out = slice(len(self._windows.windows) * each, None)
             checked = max(round(_CHECK_SHARE * len(self._windows.windows)), 1) * each
             check = slice(held_out.start - checked, held_out.start)
             learn = slice(0, check.start)
-            trained, pool = [], 0.0
-            for number, task in enumerate(self._tasks, 1):
-                self._tell(f"training {task.target} of layer {task.layer}, {number} of {len(self._tasks)}")
-                pool += self._allowance
+            trained = []
+            for number, task in enumerate(tasks, 1):
+                self._tell(f"training {task.target} of layer {task.layer}, {number} of {len(tasks)}")
                 x, y = np.asarray(recording.inputs(task.source), np.float32), recording.labels(task)
                 start = Start(x[learn], y[learn], self._made(task, recording, learn))
                 data = Data(x[learn], y[learn], x[check], y[check])
-                predictor, tried = self._size(task, data, start, pool)
-                pool -= predictor.parameters
+                predictor, tried = self._size(task, data, start, self._budget.room(task))
+                self._budget.spend(predictor.parameters)
                 trained.append(_measured(predictor, x[held_out], y[held_out]) | {"tried": tried})
             return [(facts.pop("predictor"), facts) for facts in trained]
 
@@ -261,12 +280,12 @@ class _Training:
         weight = self._engine.model.weights.float32(node.weights[0])
         return np.asarray(recording.inputs(task.own)[rows], np.float32), weight
 
-    def _size(self, task: Task, data: Data, start: Start, pool: float) -> tuple[Predictor, list[dict[str, Any]]]:
+    def _size(self, task: Task, data: Data, start: Start, room: float) -> tuple[Predictor, list[dict[str, Any]]]:
         """The smallest predictor found that holds the target on the check split, else the best of those tried.
 
         PowerInfer: a start from the layer's sparsity and skewness, then larger or smaller until the target just holds.
         """
-        most = rank_for(pool, task.inputs, task.outputs)
+        most = rank_for(room, task.inputs, task.outputs)
         if self._settings.kind == "lowrank":
             # A higher rank than that of the full matrix adds nothing.
             most = min(most, -(-min(task.inputs, task.outputs) // BLOCK_VALUES) * BLOCK_VALUES)

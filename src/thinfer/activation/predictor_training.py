@@ -201,9 +201,9 @@ def pack(matrix: Float32, kind: StoredType) -> NDArray[np.uint8]:
 
 
 def rank_for(parameters: float, inputs: int, outputs: int) -> int:
-    """The largest rank, a multiple of 32 and at least 32, whose two matrices have at most so many values."""
+    """The largest rank, a multiple of 32, whose matrices and bias have at most so many values; 0: not even 32 does."""
     rank = int((parameters - outputs) / (inputs + outputs))
-    return max(rank // BLOCK_VALUES, 1) * BLOCK_VALUES
+    return max(rank // BLOCK_VALUES, 0) * BLOCK_VALUES
 
 
 def _scores(x: Tensor, parameters: list[Tensor], kind: Kind) -> Tensor:

@@ -177,6 +177,8 @@ class NeuronCounts:
         self.tokens = [0] * texts
         self._text = -1
         self._again = np.zeros((layers, 2), np.int64)
+        self._none = np.zeros((0, neurons), np.bool_)
+        self._last = [self._none] * layers
         self._quota = -(-_KEPT_TOKENS // texts)
         self._kept: list[list[NDArray[np.uint8]]] = [[] for _ in range(layers)]
         self._kept_rows = [0] * layers
@@ -186,23 +188,36 @@ class NeuronCounts:
         """What comes now belongs to the next text."""
         self._text += 1
         self._kept_rows = [0] * len(self._kept_rows)
+        self._last = [self._none] * len(self._last)
 
-    def add(self, layer: int, activations: Float32, sequence: NDArray[np.int32]) -> None:
-        """Count one layer's activations [M, N]; rows of one sequence are neighbours, in order and without gaps."""
+    def add(self, layer: int, activations: Float32, sequence: NDArray[np.int32], *, continues: bool = False) -> None:
+        """Count one layer's activations [M, N]; rows of one sequence are neighbours, in order and without gaps.
+
+        Long windows come in pieces: with ``continues`` the first row follows the last one of the layer's call before.
+        """
+        if not len(activations):
+            return
         fired = activations != 0
+        before = self._last[layer] if continues else self._none
+        # A copy, so that the other rows need not be kept.
+        self._last[layer] = fired[-1:].copy()
         self.counts[self._text, layer] += fired.sum(axis=0)
         self.magnitudes[self._text, layer] += np.abs(activations).sum(axis=0, dtype=np.float64)
         if layer == 0:
             self.tokens[self._text] += len(activations)
         pairs = sequence[1:] == sequence[:-1]
-        both = (fired[1:] & fired[:-1])[pairs]
-        self._again[layer] += (int(both.sum()), int(fired[1:][pairs].sum()))
+        now, then = fired[1:][pairs], fired[:-1][pairs]
+        self._again[layer] += (int((now & then).sum()), int(now.sum()))
+        if len(before):
+            self._again[layer] += (int((fired[:1] & before).sum()), int(fired[:1].sum()))
         room = self._quota - self._kept_rows[layer]
         if room > 0:
             kept = fired[:room]
             self._kept[layer].append(np.packbits(kept, axis=1))
             self._kept_rows[layer] += len(kept)
-            if layer == 0:
+            if layer == 0 and len(before):
+                self._runs[-1] += len(kept)
+            elif layer == 0:
                 self._runs.append(len(kept))
 
     def reuse(self) -> Float64:
@@ -263,7 +278,8 @@ class _Watcher:
         if site not in self._sites:
             return
         index, about = self._sites[site]
-        rows = batch.positions >= self._settings.sink_tokens
+        sinks = self._settings.sink_tokens
+        rows = batch.positions >= sinks
         x = x[rows]
         require_numbers(x, f"the input of {site}")
         exponents = (np.ascontiguousarray(x).view(np.uint32) >> np.uint32(23)) & np.uint32(0xFF)
@@ -271,7 +287,9 @@ class _Watcher:
         if about.kind == "o":
             self._norms[about.layer] += head_norms(x, self._grams[site]).sum(axis=0)
         elif about.kind == "down":
-            self.neurons.add(about.layer, x, batch.sequence[rows])
+            # A window of more tokens than a batch holds goes on in the next.
+            continues = bool((batch.positions[rows][:1] > sinks).any())
+            self.neurons.add(about.layer, x, batch.sequence[rows], continues=continues)
 
     def result(self, texts: tuple[str, ...]) -> ActivationProfile:
         """The profile of all that went by."""

@@ -1,9 +1,11 @@
-"""Recording: what predictors learn from, written to a scratch folder by one dense run of the engine."""
+"""Recording: what predictors learn from, written to the scratch disk by one dense run of the engine."""
 
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,6 +92,8 @@ def _maker(node: Node, makers: Mapping[str, Node]) -> Node:
 class Recording:
     """Inputs and labels of all tasks, on disk; windows follow each other without their sink tokens.
 
+    The files have no name: nothing stays behind, however the process ends. Use it in a `with` block.
+
     Attributes:
         tokens: rows recorded.
     """
@@ -98,7 +102,6 @@ class Recording:
         self,
         engine: Engine,
         tasks: Sequence[Task],
-        folder: Path,
         *,
         label_share: float | None,
         head_share: float,
@@ -109,14 +112,14 @@ class Recording:
         Args:
             engine: the model, which runs dense.
             tasks: what will be trained.
-            folder: scratch folder for files of raw arrays.
             label_share: neurons needed are the share of the largest by what they add; None: those that are not 0.
             head_share: heads needed are this share of the largest by what they add.
             sink_tokens: first positions of each window that are left out.
         """
         self.tokens = 0
         self._engine = engine
-        self._folder = folder
+        self._stack = ExitStack()
+        self._files: dict[tuple[str, str], IO[bytes]] = {}
         self._shares = {"neurons": label_share, "heads": head_share}
         self._sinks = sink_tokens
         model = engine.model
@@ -143,10 +146,11 @@ class Recording:
         activation is NaN.
         """
         needed = self.nbytes(sum(map(len, windows)))
-        free = shutil.disk_usage(self._folder).free
+        folder = tempfile.gettempdir()
+        free = shutil.disk_usage(folder).free
         if needed > free:
             raise ResourceError(
-                f"recording takes {needed / 1e9:.1f} GB, {self._folder} has {free / 1e9:.1f} GB free; "
+                f"recording takes {needed / 1e9:.1f} GB, {folder} has {free / 1e9:.1f} GB free; "
                 "take fewer tokens, or set TMPDIR to a larger disk"
             )
         for number, window in enumerate(windows, 1):
@@ -157,29 +161,38 @@ class Recording:
             finally:
                 self._engine.free(sequence)
             self.tokens += max(len(window) - self._sinks, 0)
+        for file in self._files.values():
+            file.flush()
         self._check_zeros()
 
     def inputs(self, site: str) -> NDArray[np.float16]:
         """What the linear at this site read, float16 [tokens, width], mapped from the disk."""
-        return np.memmap(self._file(site, "x"), np.float16, "r").reshape(self.tokens, -1)
+        return self._mapped(site, "x", np.float16)
 
     def labels(self, task: Task) -> Bool:
         """What the task's layer needed, bool [tokens, outputs]."""
-        packed = np.fromfile(self._file(task.aim, "y"), np.uint8).reshape(self.tokens, -1)
-        return np.unpackbits(packed, axis=1, count=task.outputs).astype(bool)
+        return np.unpackbits(self._mapped(task.aim, "y", np.uint8), axis=1, count=task.outputs).astype(bool)
+
+    def close(self) -> None:
+        """Give the disk space back, once no array of `inputs` is left; a second call does nothing."""
+        self._stack.close()
+
+    def __enter__(self) -> "Recording":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _observe(self, batch: Batch, site: str, x: Float32) -> None:
         rows = batch.positions >= self._sinks
         if site in self._inputs or site in self._aims:
             require_numbers(x, f"the input of {site}")
         if site in self._inputs:
-            with open(self._file(site, "x"), "ab") as file:
-                # Activations beyond float16 are clipped: they are far on their side of any threshold.
-                file.write(np.clip(x[rows], -65504, 65504).astype(np.float16).tobytes())
+            # Activations beyond float16 are clipped: they are far on their side of any threshold.
+            self._write(site, "x", np.clip(x[rows], -65504, 65504).astype(np.float16))
         task = self._aims.get(site)
         if task is not None:
-            with open(self._file(site, "y"), "ab") as file:
-                file.write(np.packbits(self._needed(task, x[rows]), axis=1).tobytes())
+            self._write(site, "y", np.packbits(self._needed(task, x[rows]), axis=1))
 
     def _needed(self, task: Task, x: Float32) -> Bool:
         share = self._shares[task.target]
@@ -199,5 +212,12 @@ class Recording:
                 "share to keep with --label-share 0.3, or make it sparse with thinfer relufy"
             )
 
-    def _file(self, site: str, kind: str) -> Path:
-        return self._folder / f"{site}.{kind}"
+    def _write(self, site: str, kind: str, rows: NDArray[Any]) -> None:
+        if (site, kind) not in self._files:
+            file = self._stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (close does it)
+            self._files[site, kind] = file
+        self._files[site, kind].write(rows.tobytes())
+
+    def _mapped(self, site: str, kind: str, dtype: type[Any]) -> NDArray[Any]:
+        """All rows of one file; mapping leaves its position at the end, where writing goes on."""
+        return np.asarray(np.memmap(self._files[site, kind], dtype, "r")).reshape(self.tokens, -1)

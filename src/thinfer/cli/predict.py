@@ -142,8 +142,13 @@ def _table(report: dict[str, Any]) -> list[str]:
         + ("" if row["counts"] else "  does not count")
         for row in report["predictors"]
     ]
-    share = f"{report['parameters_share']:.1%} of the model's parameters, {report['bytes'] / 1e6:.2f} MB"
-    lines.append(f"together {share}" + ("" if report["within_budget"] else "; more than the budget"))
+    lines.append(f"together {report['parameters_share']:.1%} of the model's parameters, {report['bytes'] / 1e6:.2f} MB")
+    left_out = len(report["left_out"])
+    if left_out:
+        lines.append(
+            f"left out: {left_out} of {left_out + len(report['predictors'])}, which the budget of "
+            f"{report['options']['budget']:.1%} does not hold; --budget {report['budget_for_all']:g} holds all"
+        )
     quality = report["quality"]
     if quality is not None:
         lines.append(
