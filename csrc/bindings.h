@@ -71,6 +71,8 @@ class CheckedProgram {
   // What the linear ops share; null until the first one.
   std::shared_ptr<LinearStorage>& linear_storage() { return linear_storage_; }
   std::shared_ptr<NeuronStorage>& neuron_storage() { return neuron_storage_; }
+  // Of linear ops that run beside others; chains run one after another.
+  std::shared_ptr<LinearStorage>& beside_storage() { return beside_storage_; }
   // Changes an op while no step runs.
   template <class Change>
   void exclusive(Change&& change) {
@@ -88,6 +90,7 @@ class CheckedProgram {
   std::vector<std::shared_ptr<RopeTable>> ropes_;
   std::shared_ptr<LinearStorage> linear_storage_;
   std::shared_ptr<NeuronStorage> neuron_storage_;
+  std::shared_ptr<LinearStorage> beside_storage_;
   int vocab_ = 0;
   int positions_ = 0;
   bool attends_ = false;

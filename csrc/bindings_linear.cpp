@@ -123,6 +123,17 @@ void set_threshold(CheckedProgram& self, int op, float threshold, const std::opt
   self.exclusive([&] { linear ? linear->set_threshold(std::move(t)) : neurons->set_threshold(std::move(t)); });
 }
 
+void set_beside(CheckedProgram& self, int first, int last, int until) {
+  self.exclusive([&] {
+    Program& program = self.program();
+    program.set_beside(first, last, until);
+    if (!self.beside_storage()) self.beside_storage() = std::make_shared<LinearStorage>();
+    for (int index = first; index < last; ++index) {
+      if (auto* linear = dynamic_cast<LinearOp*>(&program.op(index))) linear->use_storage(self.beside_storage());
+    }
+  });
+}
+
 }  // namespace
 
 void bind_linear(nb::module_& module, nb::class_<CheckedProgram>& program) {
@@ -146,7 +157,10 @@ void bind_linear(nb::module_& module, nb::class_<CheckedProgram>& program) {
       .def("op_linear", &op_linear, nb::arg("x"), nb::arg("out"), nb::arg("parts"), nb::arg("bias"), nb::arg("activations"),
            "out = W x + bias over packed matrices stacked along the outputs; activations 'int8' or 'f32'. Returns the op's index.")
       .def("set_threshold", &set_threshold, nb::arg("op"), nb::arg("threshold"), nb::arg("channel_scale"),
-           "Inputs with |x| * channel_scale <= threshold count as 0 in sparse rows of this linear or neurons op; below 0: none.");
+           "Inputs with |x| * channel_scale <= threshold count as 0 in sparse rows of this linear or neurons op; below 0: none.")
+      .def("set_beside", &set_beside, nb::arg("first"), nb::arg("last"), nb::arg("until"),
+           "Run ops [first, last) beside those that follow, done when op `until` begins. Until then nothing may change what "
+           "they read. ValueError when they are not in front of `until`, or run beside something already.");
 }
 
 }  // namespace thinfer::python

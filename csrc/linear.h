@@ -50,6 +50,8 @@ class LinearOp : public Op {
            std::vector<float> bias, Activations activations, std::shared_ptr<LinearStorage> storage);
 
   void set_threshold(Threshold threshold);
+  // Storage that is not that of the ops this one runs beside.
+  void use_storage(std::shared_ptr<LinearStorage> storage) { storage_ = std::move(storage); }
   int inputs() const { return inputs_; }
   int outputs() const { return outputs_; }
 

@@ -40,38 +40,142 @@ int Program::add(std::unique_ptr<Op> op, const std::vector<int>& inputs, int out
   return ops() - 1;
 }
 
-void Program::run(int first, int last, const Batch& given) {
+void Program::set_beside(int first, int last, int until) {
+  const auto behind = std::lower_bound(chains_.begin(), chains_.end(), first, [](const Chain& c, int op) { return c.first < op; });
+  const bool free = (behind == chains_.begin() || (behind - 1)->last <= first) && (behind == chains_.end() || last <= behind->first);
+  if (first < 0 || first >= last || last > until || until >= ops() || !free) {
+    throw std::invalid_argument("a chain is some ops that belong to no other, in front of the op that waits for them");
+  }
+  chains_.insert(behind, {first, last, until});
+}
+
+// One step: its ops in order, and the chains that were reached and are not done, one after another.
+class Program::Running {
+ public:
+  Running(Program& program, const Batch& batch) : program_(program), batch_(batch), any_sparse_(batch.any_sparse()) {}
+
+  bool skips(int index) const { return program_.op(index).sparse_only_ && !any_sparse_; }
+
+  void run_op(int index) {
+    const Clock::time_point start = now();
+    Op& op = program_.op(index);
+    op.prepare(batch_);
+    for (int phase = 0; phase < op.phases(); ++phase) {
+      const int items = op.items(phase, batch_);
+      if (items == 0) continue;
+      loop({index, phase, items}, beside_);
+      if (beside_.items > 0) advance();
+    }
+    count(index, start);
+  }
+
+  void begin(const Chain& chain) {
+    waiting_.push_back(chain);
+    if (beside_.items == 0) enter(chain.first);
+  }
+
+  // Ends the chains for which this op waits.
+  void wait_for_chains(int index) {
+    while (std::any_of(waiting_.begin(), waiting_.end(), [&](const Chain& chain) { return chain.until <= index; })) {
+      const Clock::time_point start = now();
+      const int op = beside_.op;
+      loop(beside_, {});
+      advance();
+      program_.add_time(op, now() - start);
+    }
+  }
+
+ private:
   using Clock = std::chrono::steady_clock;
+  struct Phase {
+    int op = 0, phase = 0, items = 0;
+  };
+
+  Clock::time_point now() const { return program_.profiling_ ? Clock::now() : Clock::time_point(); }
+
+  // Both phases in one loop, `first` before `second`.
+  void loop(const Phase& first, const Phase& second) {
+    int chunk = program_.op(first.op).chunk(first.phase, batch_);
+    // What would be one chunk for one thread leaves the others to the second.
+    if (second.items > 0 && first.items <= chunk) chunk = 0;
+    program_.pool_->parallel(first.items + second.items, chunk, [&](int begin, int end, int thread) {
+      if (begin < first.items) run_items(first, begin, std::min(end, first.items), thread);
+      if (end > first.items) run_items(second, std::max(begin - first.items, 0), end - first.items, thread);
+    });
+  }
+
+  void run_items(const Phase& phase, int begin, int end, int thread) {
+    PerThread& own = *program_.threads_[static_cast<size_t>(thread)];
+    Context context{batch_, program_.pointers_.data(), program_.kv_.get(), &own.counters[static_cast<size_t>(phase.op)],
+                    own.scratch.data()};
+    program_.op(phase.op).run(phase.phase, begin, end, thread, context);
+  }
+
+  // The chain's first phase from this op on that has items, or the next chain's.
+  void enter(int index) {
+    for (; index < waiting_.front().last; ++index) {
+      if (skips(index)) continue;
+      program_.op(index).prepare(batch_);
+      program_.add_call(index);
+      if (enter_phase(index, 0)) return;
+    }
+    waiting_.erase(waiting_.begin());
+    beside_ = {};
+    if (!waiting_.empty()) enter(waiting_.front().first);
+  }
+  bool enter_phase(int index, int phase) {
+    const Op& op = program_.op(index);
+    for (; phase < op.phases(); ++phase) {
+      beside_ = {index, phase, op.items(phase, batch_)};
+      if (beside_.items > 0) return true;
+    }
+    return false;
+  }
+  void advance() {
+    const Phase done = beside_;
+    if (!enter_phase(done.op, done.phase + 1)) enter(done.op + 1);
+  }
+
+  void count(int index, Clock::time_point start) {
+    program_.add_call(index);
+    program_.add_time(index, now() - start);
+  }
+
+  Program& program_;
+  const Batch& batch_;
+  const bool any_sparse_;
+  std::vector<Chain> waiting_;  // the first of them is being run
+  Phase beside_;                // its next phase; no items: nothing waits
+};
+
+void Program::run(int first, int last, const Batch& given) {
   const Step step(*pool_);
   Batch batch = given;
   batch.step = ++steps_;
-  const bool any_sparse = batch.any_sparse();
   while (threads_.size() < static_cast<size_t>(pool_->threads())) threads_.push_back(std::make_unique<PerThread>());
   for (const auto& thread : threads_) {
     if (thread->scratch.size() < scratch_bytes_) thread->scratch = Pages(scratch_bytes_);
     thread->counters.resize(ops_.size());
   }
+  Running running(*this, batch);
+  auto chain = std::lower_bound(chains_.begin(), chains_.end(), first, [](const Chain& c, int op) { return c.first < op; });
   for (int index = first; index < last; ++index) {
-    const auto at = static_cast<size_t>(index);
-    Op& op = *ops_[at];
-    if (op.sparse_only_ && !any_sparse) continue;
-    const Clock::time_point start = profiling_ ? Clock::now() : Clock::time_point();
-    op.prepare(batch);
-    for (int phase = 0; phase < op.phases(); ++phase) {
-      const int items = op.items(phase, batch);
-      pool_->parallel(items, op.chunk(phase, batch), [&](int begin, int end, int thread) {
-        PerThread& own = *threads_[static_cast<size_t>(thread)];
-        Context context{batch, pointers_.data(), kv_.get(), &own.counters[at], own.scratch.data()};
-        op.run(phase, begin, end, thread, context);
-      });
+    const bool reached = chain != chains_.end() && chain->first == index;
+    if (reached && chain->until < last) {
+      running.begin(*chain);
+      index = chain->last - 1;
+    } else {
+      running.wait_for_chains(index);
+      if (!running.skips(index)) running.run_op(index);
     }
-    Counters& counters = threads_.front()->counters[at];
-    ++counters.calls;
-    if (profiling_) {
-      const auto spent = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - start);
-      counters.nanoseconds += static_cast<uint64_t>(spent.count());
-    }
+    if (reached) ++chain;
   }
+}
+
+void Program::add_call(int index) { ++threads_.front()->counters[static_cast<size_t>(index)].calls; }
+
+void Program::add_time(int index, std::chrono::nanoseconds spent) {
+  threads_.front()->counters[static_cast<size_t>(index)].nanoseconds += static_cast<uint64_t>(spent.count());
 }
 
 std::vector<Counters> Program::take_counters() {

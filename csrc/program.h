@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -42,7 +43,7 @@ struct Counters {
   uint64_t channels_total = 0;   // input channels there were, summed over rows
   uint64_t needed = 0;           // neurons that fired in the rows where a predictor was checked
   uint64_t found = 0;            // of them named by the predictor
-  uint64_t nanoseconds = 0;      // filled by the program while profiling
+  uint64_t nanoseconds = 0;      // filled by the program while profiling; of what runs beside an op this op's alone
   uint64_t calls = 0;
 };
 
@@ -111,6 +112,11 @@ class Program {
   bool selected(int buffer) const { return selected_[static_cast<size_t>(buffer)] != 0; }
   // The op runs only in steps that have a sparse row.
   void set_sparse_only(int index) { op(index).sparse_only_ = true; }
+  // Ops [first, last) run beside those that follow them, a phase of theirs in one loop with a phase of the others, and are
+  // done when op `until` begins: a thread that an op leaves idle works for them, and they need no barriers of their own. Until
+  // then nothing may change what they read or use what they write, storage included. Throws std::invalid_argument unless
+  // first < last <= until < ops() and no other chain has one of them.
+  void set_beside(int first, int last, int until);
   int ops() const { return static_cast<int>(ops_.size()); }
   Op& op(int index) { return *ops_[static_cast<size_t>(index)]; }
 
@@ -123,6 +129,13 @@ class Program {
 
  private:
   struct PerThread;
+  struct Chain {
+    int first, last, until;
+  };
+  class Running;
+  void add_call(int op);
+  void add_time(int op, std::chrono::nanoseconds spent);
+
   Isa isa_;
   std::shared_ptr<ThreadPool> pool_;
   int max_rows_;
@@ -132,6 +145,7 @@ class Program {
   std::vector<Pages> storage_;
   std::vector<float*> pointers_;
   std::vector<std::unique_ptr<Op>> ops_;
+  std::vector<Chain> chains_;
   std::vector<std::unique_ptr<PerThread>> threads_;
   size_t scratch_bytes_ = 0;
   uint64_t steps_ = 0;

@@ -2,6 +2,7 @@
 #include "program.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <stdexcept>
@@ -128,9 +129,81 @@ void test_scatter(Isa isa) {
   }
 }
 
+// Loops of so many items a phase, which check that they run one after another.
+class Steps final : public Op {
+ public:
+  Steps(std::vector<int> items, std::vector<std::string>& log, std::string name)
+      : items_(std::move(items)), log_(log), name_(std::move(name)) {}
+  const char* name() const override { return name_.c_str(); }
+  void prepare(const Batch&) override { log_.push_back(name_); }
+  int phases() const override { return static_cast<int>(items_.size()); }
+  int items(int phase, const Batch&) const override { return items_[static_cast<size_t>(phase)]; }
+  void run(int phase, int begin, int end, int, Context& context) override {
+    // Of an earlier phase all items are done.
+    for (int before = 0; before < phase; ++before) CHECK(done_[before].load() == items_[static_cast<size_t>(before)]);
+    done_[phase] += end - begin;
+    context.counters->bytes_read += static_cast<uint64_t>(end - begin);
+  }
+  bool whole() const {
+    for (size_t phase = 0; phase < items_.size(); ++phase) {
+      if (done_[phase].load() != items_[phase]) return false;
+    }
+    return true;
+  }
+
+ private:
+  std::vector<int> items_;
+  std::atomic<int> done_[4] = {};
+  std::vector<std::string>& log_;
+  std::string name_;
+};
+
+// What the log says of ops a, b (a chain) and c, d, e, of which e waits for the chain.
+std::vector<std::string> run_beside(int threads, const std::vector<int>& c_items, int last, int until) {
+  std::vector<std::string> log;
+  Program program(Isa::scalar, std::make_shared<ThreadPool>(threads), 1);
+  const int x = program.add_buffer(1);
+  std::vector<Steps*> steps;
+  const std::vector<std::pair<std::string, std::vector<int>>> ops = {
+      {"a", {3, 0, 40}}, {"b", {1}}, {"c", c_items}, {"d", {1, 64, 0}}, {"e", {2}}};
+  for (const auto& [name, items] : ops) {
+    auto op = std::make_unique<Steps>(items, log, name);
+    steps.push_back(op.get());
+    program.add(std::move(op), {x}, x);
+  }
+  program.set_beside(0, 2, until);
+  CHECK_THROWS(std::invalid_argument, program.set_beside(1, 3, 4));
+  CHECK_THROWS(std::invalid_argument, program.set_beside(2, 3, 5));
+  CHECK_THROWS(std::invalid_argument, program.set_beside(3, 3, 4));
+  OwnedBatch batch{.tokens = {0}, .positions = {0}, .sequence = {0}, .sparse = {0}, .out_rows = {}, .block_table = {0},
+                   .sequences = 1, .max_blocks = 1};
+  program.run(0, last, batch.view());
+  const std::vector<Counters> counters = program.take_counters();
+  for (int op = 0; op < last; ++op) {
+    CHECK(steps[static_cast<size_t>(op)]->whole());
+    CHECK(counters[static_cast<size_t>(op)].calls == 1);
+  }
+  return log;
+}
+
+void test_beside() {
+  using Log = std::vector<std::string>;
+  for (const int threads : {1, 2, 5}) {
+    // The chain's phases join those of c and d; b begins when a's two loops have been joined.
+    CHECK(run_beside(threads, {1, 7}, 5, 4) == (Log{"a", "c", "b", "d", "e"}));
+    CHECK(run_beside(threads, {9}, 5, 4) == (Log{"a", "c", "d", "b", "e"}));
+    // Nothing to join, or an op that waits at once: the chain runs alone, before it.
+    CHECK(run_beside(threads, {0}, 5, 3) == (Log{"a", "c", "b", "d", "e"}));
+    CHECK(run_beside(threads, {9}, 5, 2) == (Log{"a", "b", "c", "d", "e"}));
+    // A run that ends before the op that waits takes the ops in order.
+    CHECK(run_beside(threads, {9}, 4, 4) == (Log{"a", "b", "c", "d"}));
+  }
+}
+
 }  // namespace
 
 void test_program() {
+  test_beside();
   const Shape shapes[] = {
       {{3, 1, 6}, 0, true}, {{4, 2, 16}, 20, false}, {{6, 2, 32}, 0, true}, {{2, 2, 24}, 100, true}};
   for (const Shape& shape : shapes) {

@@ -194,6 +194,11 @@ class Program:
         Inputs with |x| * channel_scale <= threshold count as 0 in sparse rows of this linear or neurons op; below 0: none.
         """
 
+    def set_beside(self, first: int, last: int, until: int) -> None:
+        """
+        Run ops [first, last) beside those that follow, done when op `until` begins. Until then nothing may change what they read. ValueError when they are not in front of `until`, or run beside something already.
+        """
+
     def op_neurons(
         self,
         x: int,

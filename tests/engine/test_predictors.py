@@ -154,6 +154,29 @@ def test_it_agrees_with_the_numpy_executor(model, lookahead, layout):
     assert np.abs(results[0] - results[1]).max() < 1e-3
 
 
+@pytest.mark.parametrize("activations", ["int8", "f32"])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_looking_ahead_beside_other_work_changes_no_bit(model, threads, activations):
+    """An observed run stops at every linear, so its predictors run in order; the other one's run beside what follows."""
+    chosen = [
+        make_predictor(model, target, layer, source=max(layer - 1, 0), threshold=0.05)
+        for target in ("neurons", "heads")
+        for layer in (0, 1)
+    ]
+    options = EngineOptions(**FLOAT | {"threads": threads, "activations": activations, "chunk": 8})
+    with Engine(model, options, neurons=selector_of(chosen)) as engine:
+        for observe in (None, lambda batch, site, x: None):
+            sequence = engine.new_sequence()
+            rows = [engine.step([Work(sequence, IDS[:20], "all")], observe=observe)[0]]
+            rows += [engine.step([Work(sequence, [token], sparse=True)], observe=observe)[0] for token in IDS[20:]]
+            engine.free(sequence)
+            if observe is None:
+                beside, counts = np.concatenate(rows), {n: c.bytes for n, c in engine.usage().sites.items()}
+                engine.reset_usage()
+        assert np.array_equal(np.concatenate(rows), beside)
+        assert {name: count.bytes for name, count in engine.usage().sites.items()} == counts
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_heads_left_out_are_those_of_the_masked_run(model, threads):
     """Keys and values of all heads are written: the same as a run in which only what the heads add is masked."""

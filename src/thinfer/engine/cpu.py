@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -324,7 +324,8 @@ class CpuExecutor:
         made = {node.output for node in nodes}
         outside = {n for node, own in zip(self._graph.nodes, self._own, strict=True) if not own for n in node.inputs}
         given = {name for node in nodes for name in node.inputs if name not in made}
-        slots = assign_buffers(self._widths, nodes, {self._graph.logits} | (outside & made) | given)
+        users = [replace(n, inputs=(*n.inputs, *self._lists.read_ahead(n, nodes))) for n in nodes]
+        slots = assign_buffers(self._widths, users, {self._graph.logits} | (outside & made) | given)
         ids: dict[int, int] = {}
         self._buffers: dict[str, int] = {}
         for name, (slot, width) in slots.items():
@@ -337,7 +338,7 @@ class CpuExecutor:
             if own and node is not None:
                 first = self._program.ops
                 self._add_predictors(node)
-                self._add_op(node, selector)
+                self._lists.wait(self._program, node, self._add_op(node, selector))
                 self._op[index] = range(first, self._program.ops)
 
     def _add_op(self, node: Node, selector: ThresholdSelector | None) -> int:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from thinfer import _core
 from thinfer.core.active_set import ActiveSet
-from thinfer.core.graph import Graph
+from thinfer.core.graph import Graph, Node
 from thinfer.core.neuron_selector import NeuronPredictor, NeuronSelector, StoredMatrix
 from thinfer.engine.executor import LinearCount
 from thinfer.engine.neurons import NeuronFfn
 from thinfer.engine.options import ActivationType
 from thinfer.engine.predictors import predictor_site
 from thinfer.errors import UsageError
+
+_SOURCES = {"neurons": ("gate_up", "up"), "attention": ("qkv",)}
+"""Kinds of linears whose input a predictor reads, by the op that reads its list."""
 
 
 class NeuronLists:
@@ -29,6 +32,7 @@ class NeuronLists:
         self._lists = {layer: _core.NeuronLists() for layer in self._ffns}
         self._heads = {layer: _core.NeuronLists() for layer in self._selector.heads}
         self._sites: dict[int, str] = {}
+        self._chains: dict[tuple[str, int], range] = {}
 
     def of(self, layer: int) -> _core.NeuronLists | None:
         """The list of a layer's neurons; None where it takes none."""
@@ -64,13 +68,33 @@ class NeuronLists:
         activations: ActivationType,
     ) -> None:
         """Add the ops of the predictors that read what this layer's linear of a kind reads, buffer `x`."""
-        heads = kind == "qkv"
-        lists = self._heads if heads else self._lists
-        for target, predictor in (self._selector.heads if heads else self._selector.predictors).items():
+        reader = "attention" if kind in _SOURCES["attention"] else "neurons"
+        lists = self._heads if reader == "attention" else self._lists
+        for target, predictor in self._predictors(reader).items():
             if predictor.source == layer and target in lists:
-                site = f"layers.{target}.head_predictor" if heads else predictor_site(target)
+                site = f"layers.{target}.head_predictor" if reader == "attention" else predictor_site(target)
                 ops = _add(program, predictor, x, lists[target], pool, arena, activations)
                 self._sites |= dict.fromkeys(ops, site)
+                if target != layer:
+                    self._chains[reader, target] = range(ops[0], ops[-1] + 1)
+
+    def read_ahead(self, node: Node, nodes: Iterable[Node]) -> tuple[str, ...]:
+        """Buffers that must stay until this node: what the predictor of its list may still read."""
+        predictor = self._predictors(node.op).get(node.attrs["layer"]) if node.op in _SOURCES else None
+        if predictor is None:
+            return ()
+        kinds, layer = _SOURCES[node.op], predictor.source
+        sources = (n for n in nodes if n.attrs.get("kind") in kinds and n.attrs["layer"] == layer)
+        return tuple({source.inputs[0] for source in sources})
+
+    def wait(self, program: _core.Program, node: Node, op: int) -> None:
+        """Let a predictor that looks ahead run beside the ops in front of this one, which reads its list."""
+        chain = self._chains.get((node.op, node.attrs.get("layer", -1)))
+        if chain is not None:
+            program.set_beside(chain.start, chain.stop, op)
+
+    def _predictors(self, op: str) -> Mapping[int, NeuronPredictor]:
+        return self._selector.predictors if op == "neurons" else self._selector.heads
 
     def check(self, program: _core.Program, op: int, layer: int, steps: int) -> None:
         """Have a neurons op count what its layer's predictor finds, in one step of so many; 0: never.

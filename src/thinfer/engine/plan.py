@@ -174,9 +174,9 @@ def segment_count(inputs: int, outputs: int) -> int:
     """Partial sums over the input, cut on blocks of 256, so that threads can share long channel slices.
 
     Up to eight: then the outputs need no cutting for a few threads, and one that lost its processor for a while leaves
-    work that others can take over. Wide matrices with few inputs are cut less, as adding up many long partial sums would
-    cost more than it saves. Depends on the shape only: sums are added in order, so every layout, batch and thread count
-    gives the same bits.
+    work that others can take over. Wide matrices with few inputs are cut less, as adding up many long partial sums
+    would cost more than it saves. Depends on the shape only: sums are added in order, so every layout, batch and thread
+    count gives the same bits.
     """
     most = _MOST_SEGMENTS
     if outputs >= _WIDE_OUTPUTS:
