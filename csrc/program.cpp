@@ -63,8 +63,10 @@ class Program::Running {
     for (int phase = 0; phase < op.phases(); ++phase) {
       const int items = op.items(phase, batch_);
       if (items == 0) continue;
-      loop({index, phase, items}, beside_);
-      if (beside_.items > 0) advance();
+      // A loop of one item needs no barrier, and the idle threads' time is less than what one costs.
+      const bool join = beside_.items > 0 && items > 1;
+      loop({index, phase, items}, join ? beside_ : Phase{});
+      if (join) advance();
     }
     count(index, start);
   }
@@ -96,7 +98,7 @@ class Program::Running {
   // Both phases in one loop, `first` before `second`.
   void loop(const Phase& first, const Phase& second) {
     int chunk = program_.op(first.op).chunk(first.phase, batch_);
-    // What would be one chunk for one thread leaves the others to the second.
+    // What would be one chunk for one thread leaves the other threads to the second.
     if (second.items > 0 && first.items <= chunk) chunk = 0;
     program_.pool_->parallel(first.items + second.items, chunk, [&](int begin, int end, int thread) {
       if (begin < first.items) run_items(first, begin, std::min(end, first.items), thread);

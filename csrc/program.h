@@ -113,9 +113,9 @@ class Program {
   // The op runs only in steps that have a sparse row.
   void set_sparse_only(int index) { op(index).sparse_only_ = true; }
   // Ops [first, last) run beside those that follow them, a phase of theirs in one loop with a phase of the others, and are
-  // done when op `until` begins: a thread that an op leaves idle works for them, and they need no barriers of their own. Until
-  // then nothing may change what they read or use what they write, storage included. Throws std::invalid_argument unless
-  // first < last <= until < ops() and no other chain has one of them.
+  // done when op `until` begins: they need no barriers of their own, and threads that the others leave idle work for them.
+  // Until then nothing may change what they read or use what they write, storage included. Throws std::invalid_argument
+  // unless first < last <= until < ops() and no other chain has one of them.
   void set_beside(int first, int last, int until);
   int ops() const { return static_cast<int>(ops_.size()); }
   Op& op(int index) { return *ops_[static_cast<size_t>(index)]; }

@@ -190,8 +190,10 @@ void test_beside() {
   using Log = std::vector<std::string>;
   for (const int threads : {1, 2, 5}) {
     // The chain's phases join those of c and d; b begins when a's two loops have been joined.
-    CHECK(run_beside(threads, {1, 7}, 5, 4) == (Log{"a", "c", "b", "d", "e"}));
+    CHECK(run_beside(threads, {2, 7}, 5, 4) == (Log{"a", "c", "b", "d", "e"}));
     CHECK(run_beside(threads, {9}, 5, 4) == (Log{"a", "c", "d", "b", "e"}));
+    // Loops of one item are left alone.
+    CHECK(run_beside(threads, {1, 1}, 5, 4) == (Log{"a", "c", "d", "b", "e"}));
     // Nothing to join, or an op that waits at once: the chain runs alone, before it.
     CHECK(run_beside(threads, {0}, 5, 3) == (Log{"a", "c", "b", "d", "e"}));
     CHECK(run_beside(threads, {9}, 5, 2) == (Log{"a", "b", "c", "d", "e"}));

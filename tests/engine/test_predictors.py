@@ -177,6 +177,18 @@ def test_looking_ahead_beside_other_work_changes_no_bit(model, threads, activati
         assert {name: count.bytes for name, count in engine.usage().sites.items()} == counts
 
 
+def test_what_a_predictor_reads_stays_until_its_list_is_used(model):
+    """Its ops may wait behind others: no buffer between its source and its reader takes the place of what it reads."""
+    chosen = [make_predictor(model, target, 1, source=0, threshold=0.05) for target in ("neurons", "heads")]
+    with Engine(model, EngineOptions(**FLOAT), neurons=selector_of(chosen)) as engine:
+        nodes, place = engine.executor._nodes, engine.executor._buffers
+        nodes = [node for node in nodes if node is not None]
+        for kind, reader in (("gate_up", "neurons"), ("qkv", "attention")):
+            first = next(i for i, n in enumerate(nodes) if n.attrs.get("kind") == kind and n.attrs["layer"] == 0)
+            last = next(i for i, n in enumerate(nodes) if n.op == reader and n.attrs["layer"] == 1)
+            assert place[nodes[first].inputs[0]] not in [place[node.output] for node in nodes[first : last + 1]]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_heads_left_out_are_those_of_the_masked_run(model, threads):
     """Keys and values of all heads are written: the same as a run in which only what the heads add is masked."""
