@@ -84,7 +84,7 @@ class Attention final : public Op {
   int phases() const override { return joined_.empty() ? 2 : 3; }
 
   int items(int phase, const Batch& batch) const override {
-    if (phase == 0) return (batch.rows + kRowsPerWrite - 1) / kRowsPerWrite;
+    if (phase == 0) return (batch.rows + kRowsPerWrite - 1) / kRowsPerWrite * heads_.kv_heads;
     return static_cast<int>(phase == 1 ? items_.size() : joined_.size());
   }
 
@@ -177,23 +177,23 @@ class Attention final : public Op {
            head * heads_.head_dim;
   }
 
-  // Keys and values of all heads, whichever are computed: later rows may want them. Heads not wanted give 0.
+  // Some rows' keys and values of one head, whether it is computed or not: later rows may want them. Heads not wanted give 0.
+  // Even a single row is cut by head: each of its keys lies on as many cache lines as it has numbers, and the thread that
+  // writes them is the one that will read them.
   void write(int item, Context& context) const {
     const Batch& batch = context.batch;
     const KvCache& kv = *context.kv;
-    const int last = std::min((item + 1) * kRowsPerWrite, batch.rows);
-    for (int row = item * kRowsPerWrite; row < last; ++row) {
+    const int kv_head = item % heads_.kv_heads, first = item / heads_.kv_heads * kRowsPerWrite;
+    const int at = kv_head * heads_.head_dim;
+    for (int row = first; row < std::min(first + kRowsPerWrite, batch.rows); ++row) {
       const int position = batch.positions[row];
       const ptrdiff_t table = static_cast<ptrdiff_t>(batch.sequence[row]) * batch.max_blocks;
       uint8_t* block = kv.block(batch.block_table[table + position / kBlock]);
       const float* keys = row_of(context, row) + heads_.heads * heads_.head_dim;
       const float* values = keys + heads_.kv_heads * heads_.head_dim;
-      for (int head = 0; head < heads_.kv_heads; ++head) {
-        const int at = head * heads_.head_dim;
-        kernels_.write_kv(keys + at, values + at, block + kv.key_offset(layer_, head),
-                          block + kv.value_offset(layer_, head), position % kBlock, heads_.head_dim, kv.half());
-      }
-      for (int head = 0; head < heads_.heads; ++head) {
+      kernels_.write_kv(keys + at, values + at, block + kv.key_offset(layer_, kv_head), block + kv.value_offset(layer_, kv_head),
+                        position % kBlock, heads_.head_dim, kv.half());
+      for (int head = kv_head * group_heads(); head < (kv_head + 1) * group_heads(); ++head) {
         if (!wants(row, head)) std::memset(out_of(context, row, head), 0, sizeof(float) * static_cast<size_t>(heads_.head_dim));
       }
     }

@@ -267,6 +267,11 @@ static void attend_block(Work& w, int block) {
   const auto* keys = reinterpret_cast<const Element*>(base + job.key_offset);
   const auto* values = reinterpret_cast<const Element*>(base + job.value_offset);
   const bool several = end - begin > kTile;
+  if (!several) {  // nobody has read them in this step: fetched while the scores are computed
+    const auto* line = reinterpret_cast<const uint8_t*>(values);
+    const auto* past = reinterpret_cast<const uint8_t*>(values + seen * w.width);
+    for (; line < past; line += 64) __builtin_prefetch(line, 0, 3);
+  }
   if constexpr (sizeof(Element) == 2) {
     if (several) {
       score_tiles(w, begin, end, vectors, widen(w, keys, job.head_dim, kBlock, vectors));
