@@ -4,9 +4,9 @@ namespace thinfer {
 
 #define THINFER_DECLARE(isa)                                                                                        \
   namespace isa {                                                                                                   \
-  void neurons_gemv(const Matrix&, const NeuronInput&, const int32_t*, int, float*, uint8_t*);                      \
-  void neurons_gemm(const Matrix&, const QuantizedRows&, const int32_t*, int, float*, int, uint8_t*);               \
-  void neurons_float(const Matrix&, const float*, int, int, const int32_t*, int, float*, int, uint8_t*);            \
+  void neurons_gemv(const Matrix&, const NeuronInput&, const RowIds&, float*, uint8_t*);                            \
+  void neurons_gemm(const Matrix&, const QuantizedRows&, const RowIds&, float*, int, uint8_t*);                     \
+  void neurons_float(const Matrix&, const float*, int, int, const RowIds&, float*, int, uint8_t*);                  \
   void find_above(const float*, int, float, bool, uint16_t*);                                                       \
   }
 THINFER_FOR_EACH_ISA(THINFER_DECLARE)

@@ -15,15 +15,21 @@ struct NeuronInput {
   int sums_stride = 0;
 };
 
+// Rows ids[0..count) of a matrix. `following` more ids lie behind them: rows that this thread will most likely read in its
+// next call, so that the end of one fetches the beginning of the other.
+struct RowIds {
+  const int32_t* ids = nullptr;
+  int count = 0, following = 0;
+};
+
 // scratch: linear_scratch_bytes(rows).
 struct NeuronKernels {
   // y[i] = row ids[i] of w times x for i < count.
-  void (*gemv)(const Matrix& w, const NeuronInput& x, const int32_t* ids, int count, float* y, uint8_t* scratch);
+  void (*gemv)(const Matrix& w, const NeuronInput& x, const RowIds& rows, float* y, uint8_t* scratch);
   // y[row * ldy + i] = row ids[i] of w times x.row for i < count.
-  void (*gemm)(const Matrix& w, const QuantizedRows& x, const int32_t* ids, int count, float* y, int ldy, uint8_t* scratch);
-  // The same with float32 activations (row stride ldx), any codec.
-  void (*float_gemm)(const Matrix& w, const float* x, int rows, int ldx, const int32_t* ids, int count, float* y, int ldy,
-                     uint8_t* scratch);
+  void (*gemm)(const Matrix& w, const QuantizedRows& x, const RowIds& rows, float* y, int ldy, uint8_t* scratch);
+  // The same with float32 activations (n rows with stride ldx), any codec.
+  void (*float_gemm)(const Matrix& w, const float* x, int n, int ldx, const RowIds& rows, float* y, int ldy, uint8_t* scratch);
   // Sets bit j of `bits` unless x[j] <= threshold, or with `magnitude` |x[j]| (so where it is NaN), for j < n; clears
   // the others up to a multiple of 16. threshold >= 0.
   void (*find_above)(const float* x, int n, float threshold, bool magnitude, uint16_t* bits);

@@ -236,27 +236,28 @@ void NeuronsOp::arrange(int begin, int end) {
   }
 }
 
-// values[row][i] = row ids[i] of the matrix times x, for the tiles [begin, end) of ids; `end` past the last id is cut.
-void NeuronsOp::compute(const PackedMatrix& matrix, const int32_t* ids, int begin, int end, Context& context) {
+// values[row][i] = row ids[i] of the matrix times x, for ids [begin, end) of all.
+void NeuronsOp::compute(const PackedMatrix& matrix, const RowIds& all, int begin, int end, Context& context) {
+  const RowIds some{all.ids + begin, end - begin, all.count - end};
   const int n = rows(context.batch), ldy = padded(neurons_);
   float* y = storage_->values.data() + begin;
   if (floats_) {
     const float* x = threshold_.value >= 0.0f ? shared_->masked.data() : context.buffers[parts_.x];
-    kernels_.float_gemm(matrix.matrix(), x, n, padded(inputs_), ids + begin, end - begin, y, ldy, context.scratch);
+    kernels_.float_gemm(matrix.matrix(), x, n, padded(inputs_), some, y, ldy, context.scratch);
   } else if (n == 1) {
     const NeuronStorage& s = *storage_;
     const int whole = (inputs_ / kGroup + kSuper - 1) / kSuper * kSuper;
     const NeuronInput x{s.q.data(), s.scale.data(), s.bias.data(), s.sums.data(), whole};
-    kernels_.gemv(matrix.matrix(), x, ids + begin, end - begin, y, context.scratch);
+    kernels_.gemv(matrix.matrix(), x, some, y, context.scratch);
   } else {
-    kernels_.gemm(matrix.matrix(), quantized(n), ids + begin, end - begin, y, ldy, context.scratch);
+    kernels_.gemm(matrix.matrix(), quantized(n), some, y, ldy, context.scratch);
   }
   context.counters->bytes_read += matrix.matrix().row_bytes() * static_cast<size_t>(end - begin);
 }
 
 void NeuronsOp::run_gate(int begin, int end, Context& context) {
   const int first = begin * kTile, last = std::min(end * kTile, gate_count_), n = rows(context.batch);
-  compute(*parts_.gate, gate_ids_, first, last, context);
+  compute(*parts_.gate, {gate_ids_, gate_count_}, first, last, context);
   const bool all = !listed() || checked_ || n == 1;  // of what was computed is the row's own
   for (int row = 0; row < n; ++row) {
     float* gate = gate_row(row, context);
@@ -317,7 +318,7 @@ void NeuronsOp::collect(Context& context) {
 void NeuronsOp::run_up(int begin, int end, Context& context) {
   const std::vector<int32_t>& ids = storage_->ids;
   const int first = begin * kTile, last = std::min(end * kTile, static_cast<int>(ids.size()));
-  compute(*parts_.up, ids.data(), first, last, context);
+  compute(*parts_.up, {ids.data(), static_cast<int>(ids.size())}, first, last, context);
   for (int row = 0; row < rows(context.batch); ++row) {
     const float* gate = gate_row(row, context);
     const float* values = storage_->values.data() + static_cast<ptrdiff_t>(row) * padded(neurons_);

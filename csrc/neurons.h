@@ -77,7 +77,7 @@ class NeuronsOp : public Op {
   std::vector<uint64_t> any_row(const std::vector<uint64_t>& bits, int rows) const;
   void prepare_piece(int row, int piece, Context& context);
   void arrange(int begin, int end);
-  void compute(const PackedMatrix& matrix, const int32_t* ids, int begin, int end, Context& context);
+  void compute(const PackedMatrix& matrix, const RowIds& all, int begin, int end, Context& context);
   void run_gate(int begin, int end, Context& context);
   void activate(int row, int piece, Context& context);
   void collect(Context& context);

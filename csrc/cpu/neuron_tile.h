@@ -3,6 +3,7 @@
 
 #include "codec.h"
 #include "cpu/isa/simd.h"
+#include "neuron_kernels.h"
 
 namespace thinfer::THINFER_ISA {
 
@@ -34,12 +35,14 @@ struct TilePair {
   }
 };
 
-// Calls use(pair, first, count) for the tiles of a list of ids.
+// Calls use(pair, first, count) for the tiles of some rows.
 template <class Use>
-THINFER_INLINE void each_tile(const Matrix& w, const int32_t* ids, int count, Use&& use) {
+THINFER_INLINE void each_tile(const Matrix& w, const RowIds& list, Use&& use) {
+  const int32_t* ids = list.ids;
+  const int count = list.count;
   TilePair pair{TileRows(w, ids, count < kTile ? count : kTile), TileRows(w, ids, 1), w.row_bytes()};
   for (int i = 0; i < count; i += kTile) {
-    const int here = count - i < kTile ? count - i : kTile, left = count - i - here;
+    const int here = count - i < kTile ? count - i : kTile, left = count + list.following - i - here;
     pair.next = left > 0 ? TileRows(w, ids + i + here, left < kTile ? left : kTile) : pair.rows;
     use(pair, i, here);
     pair.rows = pair.next;

@@ -212,14 +212,13 @@ void gemm_tile(const Matrix& w, const QuantizedRows& x, const TilePair& tile, in
 
 }  // namespace
 
-void neurons_gemv(const Matrix& w, const NeuronInput& x, const int32_t* ids, int count, float* y, uint8_t* scratch) {
-  each_tile(w, ids, count, [&](const TilePair& tile, int first, int here) __attribute__((always_inline)) {
+void neurons_gemv(const Matrix& w, const NeuronInput& x, const RowIds& rows, float* y, uint8_t* scratch) {
+  each_tile(w, rows, [&](const TilePair& tile, int first, int here) __attribute__((always_inline)) {
     THINFER_FOR_CODEC(w.codec, gemv_tile<codec>(w, x, tile, reinterpret_cast<float*>(scratch), y + first, here));
   });
 }
-void neurons_gemm(const Matrix& w, const QuantizedRows& x, const int32_t* ids, int count, float* y, int ldy,
-                  uint8_t* scratch) {
-  each_tile(w, ids, count, [&](const TilePair& tile, int first, int here) __attribute__((always_inline)) {
+void neurons_gemm(const Matrix& w, const QuantizedRows& x, const RowIds& rows, float* y, int ldy, uint8_t* scratch) {
+  each_tile(w, rows, [&](const TilePair& tile, int first, int here) __attribute__((always_inline)) {
     THINFER_FOR_CODEC(w.codec, gemm_tile<codec>(w, x, tile, here, y + first, ldy, scratch));
   });
 }

@@ -98,19 +98,18 @@ void quantised_rows(const Matrix& w, const TilePair& tile, const float* x, int n
 
 }  // namespace
 
-void neurons_float(const Matrix& w, const float* x, int rows, int ldx, const int32_t* ids, int count, float* y, int ldy,
-                   uint8_t* scratch) {
+void neurons_float(const Matrix& w, const float* x, int n, int ldx, const RowIds& rows, float* y, int ldy, uint8_t* scratch) {
   float* sums = reinterpret_cast<float*>(scratch);
-  uint8_t* rest = scratch + static_cast<size_t>(rows) * kTile * sizeof(float);
-  each_tile(w, ids, count, [&](const TilePair& tile, int first, int here) __attribute__((always_inline)) {
-    for (int r = 0; r < rows; ++r) store(sums + kTile * r, zero());
+  uint8_t* rest = scratch + static_cast<size_t>(n) * kTile * sizeof(float);
+  each_tile(w, rows, [&](const TilePair& tile, int first, int here) __attribute__((always_inline)) {
+    for (int r = 0; r < n; ++r) store(sums + kTile * r, zero());
     switch (w.codec) {
-      case Codec::f32: float_rows<float>(w, tile, x, rows, ldx, sums, reinterpret_cast<float*>(rest)); break;
-      case Codec::f16: float_rows<Half>(w, tile, x, rows, ldx, sums, reinterpret_cast<uint16_t*>(rest)); break;
-      case Codec::bf16: float_rows<BFloat>(w, tile, x, rows, ldx, sums, reinterpret_cast<uint16_t*>(rest)); break;
-      default: THINFER_FOR_CODEC(w.codec, quantised_rows<codec>(w, tile, x, rows, ldx, sums, rest));
+      case Codec::f32: float_rows<float>(w, tile, x, n, ldx, sums, reinterpret_cast<float*>(rest)); break;
+      case Codec::f16: float_rows<Half>(w, tile, x, n, ldx, sums, reinterpret_cast<uint16_t*>(rest)); break;
+      case Codec::bf16: float_rows<BFloat>(w, tile, x, n, ldx, sums, reinterpret_cast<uint16_t*>(rest)); break;
+      default: THINFER_FOR_CODEC(w.codec, quantised_rows<codec>(w, tile, x, n, ldx, sums, rest));
     }
-    for (int r = 0; r < rows; ++r) store_n(y + static_cast<ptrdiff_t>(r) * ldy + first, load(sums + kTile * r), here);
+    for (int r = 0; r < n; ++r) store_n(y + static_cast<ptrdiff_t>(r) * ldy + first, load(sums + kTile * r), here);
   });
 }
 
