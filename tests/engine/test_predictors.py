@@ -157,7 +157,7 @@ def test_it_agrees_with_the_numpy_executor(model, lookahead, layout):
 @pytest.mark.parametrize("activations", ["int8", "f32"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_looking_ahead_beside_other_work_changes_no_bit(model, threads, activations):
-    """An observed run stops at every linear, so its predictors run in order; the other one's run beside what follows."""
+    """An observed run stops at every linear: its predictors run in order, the other one's beside what follows."""
     chosen = [
         make_predictor(model, target, layer, source=max(layer - 1, 0), threshold=0.05)
         for target in ("neurons", "heads")
