@@ -178,8 +178,8 @@ class Attention final : public Op {
   }
 
   // Some rows' keys and values of one head, whether it is computed or not: later rows may want them. Heads not wanted give 0.
-  // Even a single row is cut by head: each of its keys lies on as many cache lines as it has numbers, and the thread that
-  // writes them is the one that will read them.
+  // Even a single row is cut by head: each of its keys lies on as many cache lines as it has numbers, and as a rule the thread
+  // that writes them will read them.
   void write(int item, Context& context) const {
     const Batch& batch = context.batch;
     const KvCache& kv = *context.kv;

@@ -15,7 +15,7 @@ namespace thinfer {
 constexpr int kPiece = 2048;
 inline int pieces(int width) { return (width + kPiece - 1) / kPiece; }
 
-// Storage that the linear ops of one program share, as they run one after another.
+// Storage that the linear ops of one program share, as they run one after another; those that run beside them share another.
 struct LinearStorage {
   std::vector<int8_t> q;
   std::vector<float> scale, bias, masked, partial;

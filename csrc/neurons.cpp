@@ -355,14 +355,22 @@ class PickNeurons final : public Op {
   PickNeurons(const NeuronKernels& kernels, int scores, int neurons, float threshold, std::shared_ptr<NeuronLists> lists)
       : kernels_(kernels), scores_(scores), neurons_(neurons), threshold_(threshold), lists_(std::move(lists)) {}
   const char* name() const override { return "pick_neurons"; }
+  // Room for the longest lists: phases may run on any thread, where nothing may throw.
+  void prepare(const Batch& batch) override {
+    const auto n = static_cast<size_t>(rows(batch)), words = static_cast<size_t>((neurons_ + kWord - 1) / kWord);
+    lists_->ids.reserve(n * static_cast<size_t>(neurons_));
+    lists_->offsets.reserve(n + 1);
+    grow(bits_, words);
+    grow(found_, 4 * words);
+  }
   int items(int, const Batch&) const override { return 1; }
   void run(int, int, int, int, Context& context) override {
     const int words = (neurons_ + kWord - 1) / kWord;
     const Batch& batch = context.batch;
     lists_->given = batch.any_sparse();
     if (!lists_->given) return;
-    bits_.assign(static_cast<size_t>(words), 0);
-    found_.assign(static_cast<size_t>(4 * words), 0);
+    std::fill(bits_.begin(), bits_.end(), 0);
+    std::fill(found_.begin(), found_.end(), uint16_t{0});
     lists_->ids.clear();
     lists_->offsets.assign(1, 0);
     for (int row = 0; row < rows(batch); ++row) {

@@ -41,12 +41,17 @@ int Program::add(std::unique_ptr<Op> op, const std::vector<int>& inputs, int out
 }
 
 void Program::set_beside(int first, int last, int until) {
-  const auto behind = std::lower_bound(chains_.begin(), chains_.end(), first, [](const Chain& c, int op) { return c.first < op; });
-  const bool free = (behind == chains_.begin() || (behind - 1)->last <= first) && (behind == chains_.end() || last <= behind->first);
+  const auto behind = chain_from(first);
+  const bool free = (behind == chains_.begin() || (behind - 1)->last <= first) &&
+                    (behind == chains_.end() || last <= behind->first);
   if (first < 0 || first >= last || last > until || until >= ops() || !free) {
     throw std::invalid_argument("a chain is some ops that belong to no other, in front of the op that waits for them");
   }
   chains_.insert(behind, {first, last, until});
+}
+
+std::vector<Program::Chain>::const_iterator Program::chain_from(int first) const {
+  return std::lower_bound(chains_.begin(), chains_.end(), first, [](const Chain& c, int op) { return c.first < op; });
 }
 
 // One step: its ops in order, and the chains that were reached and are not done, one after another.
@@ -63,8 +68,9 @@ class Program::Running {
     for (int phase = 0; phase < op.phases(); ++phase) {
       const int items = op.items(phase, batch_);
       if (items == 0) continue;
-      // A loop of one item needs no barrier, and the idle threads' time is less than what one costs.
-      const bool join = beside_.items > 0 && items > 1;
+      // A loop of one item needs no barrier, and the idle threads' time is less than what one costs. Where an op says how many
+      // items a thread takes at once, that need not do for the others.
+      const bool join = beside_.items > 0 && items > 1 && op.chunk(phase, batch_) == 0;
       loop({index, phase, items}, join ? beside_ : Phase{});
       if (join) advance();
     }
@@ -76,8 +82,8 @@ class Program::Running {
     if (beside_.items == 0) enter(chain.first);
   }
 
-  // Ends the chains for which this op waits.
-  void wait_for_chains(int index) {
+  // Ends the chains that are done when this op begins.
+  void end_chains(int index) {
     while (std::any_of(waiting_.begin(), waiting_.end(), [&](const Chain& chain) { return chain.until <= index; })) {
       const Clock::time_point start = now();
       const int op = beside_.op;
@@ -97,9 +103,7 @@ class Program::Running {
 
   // Both phases in one loop, `first` before `second`.
   void loop(const Phase& first, const Phase& second) {
-    int chunk = program_.op(first.op).chunk(first.phase, batch_);
-    // What would be one chunk for one thread leaves the other threads to the second.
-    if (second.items > 0 && first.items <= chunk) chunk = 0;
+    const int chunk = second.items > 0 ? 0 : program_.op(first.op).chunk(first.phase, batch_);
     program_.pool_->parallel(first.items + second.items, chunk, [&](int begin, int end, int thread) {
       if (begin < first.items) run_items(first, begin, std::min(end, first.items), thread);
       if (end > first.items) run_items(second, std::max(begin - first.items, 0), end - first.items, thread);
@@ -160,14 +164,15 @@ void Program::run(int first, int last, const Batch& given) {
     thread->counters.resize(ops_.size());
   }
   Running running(*this, batch);
-  auto chain = std::lower_bound(chains_.begin(), chains_.end(), first, [](const Chain& c, int op) { return c.first < op; });
+  auto chain = chain_from(first);
   for (int index = first; index < last; ++index) {
     const bool reached = chain != chains_.end() && chain->first == index;
     if (reached && chain->until < last) {
       running.begin(*chain);
       index = chain->last - 1;
     } else {
-      running.wait_for_chains(index);
+      // A chain whose `until` lies past this run is run in order, after those that it shares storage with.
+      running.end_chains(reached ? last : index);
       if (!running.skips(index)) running.run_op(index);
     }
     if (reached) ++chain;

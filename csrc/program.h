@@ -43,7 +43,7 @@ struct Counters {
   uint64_t channels_total = 0;   // input channels there were, summed over rows
   uint64_t needed = 0;           // neurons that fired in the rows where a predictor was checked
   uint64_t found = 0;            // of them named by the predictor
-  uint64_t nanoseconds = 0;      // filled by the program while profiling; of what runs beside an op this op's alone
+  uint64_t nanoseconds = 0;      // filled while profiling; that of a loop shared by two ops counts for the one in turn
   uint64_t calls = 0;
 };
 
@@ -60,7 +60,8 @@ inline int padded(int width) { return (width + 15) & ~15; }
 
 // One node of the graph. A phase is a loop over items that may run in any order on any thread; each item writes its
 // outputs wholly, in an order of operations that depends on neither the other rows nor the cut into items. Phases run
-// one after another. A phase of one item or one chunk runs on the calling thread without a barrier.
+// one after another; a phase may share its loop with one of an op that runs beside (Program::set_beside). Otherwise a phase of
+// one item or one chunk runs on the calling thread without a barrier.
 class Op {
  public:
   virtual ~Op() = default;
@@ -133,6 +134,7 @@ class Program {
     int first, last, until;
   };
   class Running;
+  std::vector<Chain>::const_iterator chain_from(int first) const;  // the first that begins there or later
   void add_call(int op);
   void add_time(int op, std::chrono::nanoseconds spent);
 

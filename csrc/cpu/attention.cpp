@@ -268,7 +268,7 @@ static void attend_block(Work& w, int block) {
   const auto* values = reinterpret_cast<const Element*>(base + job.value_offset);
   const bool several = end - begin > kTile;
   if (!several) {  // nobody has read them in this step: fetched while the scores are computed
-    const auto* line = reinterpret_cast<const uint8_t*>(values);
+    const auto* line = reinterpret_cast<const uint8_t*>(values + visible(job, first, block).begin * w.width);
     const auto* past = reinterpret_cast<const uint8_t*>(values + seen * w.width);
     for (; line < past; line += 64) __builtin_prefetch(line, 0, 3);
   }

@@ -43,7 +43,8 @@ struct Upcoming {
     constexpr unsigned kSteps = kPair / blocks;
     const unsigned step = static_cast<unsigned>(block64) % kPair / blocks, count = static_cast<unsigned>(next.count);
     const size_t line = record.nibbles(block64 & -kPair);
-    return {next.at + count * step / kSteps, next.at + count * (step + 1) / kSteps, line, line + 64 < record.channel() ? line + 64 : line};
+    const size_t second = line + 64 < record.channel() ? line + 64 : line;
+    return {next.at + count * step / kSteps, next.at + count * (step + 1) / kSteps, line, second};
   }
   THINFER_INLINE_MEMBER void fetch_one() {
     if (channel == end) return;
@@ -196,7 +197,8 @@ size_t gemv(const Matrix& w, const QuantizedRows& x, const ActiveChannels& activ
   const int last = w.segment_begin(segment + 1) * kGroups;
   const auto list = [&](int group, const ColumnsRecord<codec>& of, int g, Channels& out) __attribute__((always_inline)) {
     out.scales = of.group(g);
-    out.list(of.channels(g), size, active.channel + kGroup * group, 4 * (active.quads[2 * group] + active.quads[2 * group + 1]));
+    const int count = 4 * (active.quads[2 * group] + active.quads[2 * group + 1]);
+    out.list(of.channels(g), size, active.channel + kGroup * group, count);
   };
   Channels lists[2];
   list(w.segment_begin(segment) * kGroups, record, 0, lists[w.segment_begin(segment) * kGroups % 2]);

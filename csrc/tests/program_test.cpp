@@ -135,7 +135,10 @@ class Steps final : public Op {
   Steps(std::vector<int> items, std::vector<std::string>& log, std::string name)
       : items_(std::move(items)), log_(log), name_(std::move(name)) {}
   const char* name() const override { return name_.c_str(); }
-  void prepare(const Batch&) override { log_.push_back(name_); }
+  void prepare(const Batch&) override {
+    CHECK(before_ == nullptr || before_->whole());
+    log_.push_back(name_);
+  }
   int phases() const override { return static_cast<int>(items_.size()); }
   int items(int phase, const Batch&) const override { return items_[static_cast<size_t>(phase)]; }
   void run(int phase, int begin, int end, int, Context& context) override {
@@ -144,6 +147,8 @@ class Steps final : public Op {
     done_[phase] += end - begin;
     context.counters->bytes_read += static_cast<uint64_t>(end - begin);
   }
+  // The op that must be done when this one begins.
+  void follows(const Steps& before) { before_ = &before; }
   bool whole() const {
     for (size_t phase = 0; phase < items_.size(); ++phase) {
       if (done_[phase].load() != items_[phase]) return false;
@@ -156,7 +161,13 @@ class Steps final : public Op {
   std::atomic<int> done_[4] = {};
   std::vector<std::string>& log_;
   std::string name_;
+  const Steps* before_ = nullptr;
 };
+
+OwnedBatch one_row() {
+  return {.tokens = {0}, .positions = {0}, .sequence = {0}, .sparse = {0}, .out_rows = {}, .block_table = {0}, .sequences = 1,
+          .max_blocks = 1};
+}
 
 // What the log says of ops a, b (a chain) and c, d, e, of which e waits for the chain.
 std::vector<std::string> run_beside(int threads, const std::vector<int>& c_items, int last, int until) {
@@ -175,8 +186,7 @@ std::vector<std::string> run_beside(int threads, const std::vector<int>& c_items
   CHECK_THROWS(std::invalid_argument, program.set_beside(1, 3, 4));
   CHECK_THROWS(std::invalid_argument, program.set_beside(2, 3, 5));
   CHECK_THROWS(std::invalid_argument, program.set_beside(3, 3, 4));
-  OwnedBatch batch{.tokens = {0}, .positions = {0}, .sequence = {0}, .sparse = {0}, .out_rows = {}, .block_table = {0},
-                   .sequences = 1, .max_blocks = 1};
+  const OwnedBatch batch = one_row();
   program.run(0, last, batch.view());
   const std::vector<Counters> counters = program.take_counters();
   for (int op = 0; op < last; ++op) {
@@ -186,7 +196,33 @@ std::vector<std::string> run_beside(int threads, const std::vector<int>& c_items
   return log;
 }
 
+// Chains a and b, of which each waits its turn: they share storage. c runs beside both; d and e wait for them.
+void run_two_chains(int threads, const std::vector<int>& until, int last) {
+  std::vector<std::string> log;
+  Program program(Isa::scalar, std::make_shared<ThreadPool>(threads), 1);
+  const int x = program.add_buffer(1);
+  std::vector<Steps*> steps;
+  for (const auto& [name, items] : std::vector<std::pair<std::string, std::vector<int>>>{
+           {"a", {30, 30, 30}}, {"b", {64, 2}}, {"c", {40}}, {"d", {8, 8}}, {"e", {5}}}) {
+    auto op = std::make_unique<Steps>(items, log, name);
+    steps.push_back(op.get());
+    program.add(std::move(op), {x}, x);
+  }
+  program.set_beside(1, 2, until[1]);
+  program.set_beside(0, 1, until[0]);
+  steps[1]->follows(*steps[0]);
+  for (size_t chain = 0; chain < 2; ++chain) steps[static_cast<size_t>(until[chain])]->follows(*steps[chain]);
+  const OwnedBatch batch = one_row();
+  program.run(0, last, batch.view());
+  for (int op = 0; op < last; ++op) CHECK(steps[static_cast<size_t>(op)]->whole());
+}
+
 void test_beside() {
+  for (const int threads : {1, 2, 5}) {
+    run_two_chains(threads, {3, 4}, 5);
+    run_two_chains(threads, {4, 3}, 5);
+    run_two_chains(threads, {3, 4}, 4);  // b is run in order, as the run ends before e
+  }
   using Log = std::vector<std::string>;
   for (const int threads : {1, 2, 5}) {
     // The chain's phases join those of c and d; b begins when a's two loops have been joined.

@@ -177,6 +177,17 @@ def test_looking_ahead_beside_other_work_changes_no_bit(model, threads, activati
         assert {name: count.bytes for name, count in engine.usage().sites.items()} == counts
 
 
+def test_a_predictor_behind_a_layer_without_one_runs_once(model):
+    """Gate and up of that layer run apart, and both read what the predictor reads."""
+    chosen = make_predictor(model, "neurons", 1, source=0, threshold=0.05)
+    with Engine(model, EngineOptions(**FLOAT, neurons="skip"), neurons=selector_of([chosen])) as engine:
+        decoded(engine)
+        assert sum(node is not None and node.op == "neurons" for node in engine.executor._nodes) == 2
+        read = engine.usage().sites["layers.1.predictor"].bytes
+    steps = len(IDS) - selector_of([chosen]).sink_tokens
+    assert read == steps * sum(factor.raw.nbytes for factor in chosen.scorer.factors)
+
+
 def test_what_a_predictor_reads_stays_until_its_list_is_used(model):
     """Its ops may wait behind others: no buffer between its source and its reader takes the place of what it reads."""
     chosen = [make_predictor(model, target, 1, source=0, threshold=0.05) for target in ("neurons", "heads")]

@@ -149,7 +149,7 @@ def train_predictors(
         "true_density", "counts", "density_at_95" (with the threshold that would give a recall of 0.95 there),
         "parameters", "bytes", and "tried" with every size; "all_count" of these; "left_out", the "target", "layer" and
         "parameters" of the smallest predictors that the budget does not hold; "budget_for_all", that would hold them
-        too; "parameters_share" and "within_budget"; "bytes"; "quality" of those that count on held-out windows (None
+        too; "parameters_share"; "bytes"; "quality" of those that count on held-out windows (None
         when none does); "options", "engine", "text".
 
     Raises:
@@ -191,7 +191,6 @@ def train_predictors(
             "left_out": training.left_out,
             "budget_for_all": training.budget_for_all,
             "parameters_share": share,
-            "within_budget": share <= settings.budget,
             "bytes": sum(predictor.nbytes for predictor, _ in trained),
             "quality": quality,
             "options": asdict(settings),
@@ -232,10 +231,13 @@ class _Training:
         # One step up, so that rounding takes nothing from it.
         self.budget_for_all = (math.floor(1000 * self._budget.needed / parameters) + 1) / 1000
         if not self._budget.held:
-            share = min(map(least, tasks)) / parameters
+            share, all_of_them = min(map(least, tasks)) / parameters, self.budget_for_all
+            remedy = (
+                f"--budget {all_of_them:g} holds the smallest of every layer" if all_of_them < 1 else "name --layers"
+            )
             raise UsageError(
                 f"a budget of {settings.budget:.1%} of the model's parameters holds no predictor: the smallest takes "
-                f"{share:.1%}; --budget {self.budget_for_all:g} holds the smallest of every layer"
+                f"{share:.1%}; {remedy}"
             )
 
     @property

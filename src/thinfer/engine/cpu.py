@@ -338,7 +338,7 @@ class CpuExecutor:
             if own and node is not None:
                 first = self._program.ops
                 self._add_predictors(node)
-                self._lists.wait(self._program, node, self._add_op(node, selector))
+                self._lists.run_beside(self._program, node, self._add_op(node, selector))
                 self._op[index] = range(first, self._program.ops)
 
     def _add_op(self, node: Node, selector: ThresholdSelector | None) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class NeuronLists:
         self._lists = {layer: _core.NeuronLists() for layer in self._ffns}
         self._heads = {layer: _core.NeuronLists() for layer in self._selector.heads}
         self._sites: dict[int, str] = {}
+        # Ops of predictors that look ahead, by the op and the layer that read their list.
         self._chains: dict[tuple[str, int], range] = {}
 
     def of(self, layer: int) -> _core.NeuronLists | None:
@@ -73,21 +74,23 @@ class NeuronLists:
         for target, predictor in self._predictors(reader).items():
             if predictor.source == layer and target in lists:
                 site = f"layers.{target}.head_predictor" if reader == "attention" else predictor_site(target)
+                if site in self._sites.values():  # gate and up that run apart read the same input
+                    continue
                 ops = _add(program, predictor, x, lists[target], pool, arena, activations)
                 self._sites |= dict.fromkeys(ops, site)
                 if target != layer:
                     self._chains[reader, target] = range(ops[0], ops[-1] + 1)
 
-    def read_ahead(self, node: Node, nodes: Iterable[Node]) -> tuple[str, ...]:
+    def read_ahead(self, node: Node, nodes: Sequence[Node]) -> tuple[str, ...]:
         """Buffers that must stay until this node: what the predictor of its list may still read."""
         predictor = self._predictors(node.op).get(node.attrs["layer"]) if node.op in _SOURCES else None
-        if predictor is None:
+        if predictor is None or predictor.source == node.attrs["layer"]:
             return ()
         kinds, layer = _SOURCES[node.op], predictor.source
         sources = (n for n in nodes if n.attrs.get("kind") in kinds and n.attrs["layer"] == layer)
         return tuple({source.inputs[0] for source in sources})
 
-    def wait(self, program: _core.Program, node: Node, op: int) -> None:
+    def run_beside(self, program: _core.Program, node: Node, op: int) -> None:
         """Let a predictor that looks ahead run beside the ops in front of this one, which reads its list."""
         chain = self._chains.get((node.op, node.attrs.get("layer", -1)))
         if chain is not None:
