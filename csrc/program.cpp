@@ -74,7 +74,8 @@ class Program::Running {
       loop({index, phase, items}, join ? beside_ : Phase{});
       if (join) advance();
     }
-    count(index, start);
+    program_.add_call(index);
+    program_.add_time(index, now() - start);
   }
 
   void begin(const Chain& chain) {
@@ -140,11 +141,6 @@ class Program::Running {
   void advance() {
     const Phase done = beside_;
     if (!enter_phase(done.op, done.phase + 1)) enter(done.op + 1);
-  }
-
-  void count(int index, Clock::time_point start) {
-    program_.add_call(index);
-    program_.add_time(index, now() - start);
   }
 
   Program& program_;

@@ -53,13 +53,10 @@ def test_against_transformers(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "seconds"), [(FILES[0], 1.0), (FILES[1], 3.0)])
 def test_start_is_quick(name: str, seconds: float) -> None:
-    """Ten times what a quiet machine needs, the best of three, so that only another order of cost fails."""
+    """Ten times what a quiet machine needs, so that only another order of cost fails."""
     path = cached_model(name)
-    taken = []
-    for _ in range(3):
-        start = time.perf_counter()
-        checkpoint = open_checkpoint(path)
-        checkpoint.fingerprint()
-        Tokenizer.from_checkpoint(checkpoint)
-        taken.append(time.perf_counter() - start)
-    assert min(taken) < seconds
+    start = time.perf_counter()
+    checkpoint = open_checkpoint(path)
+    checkpoint.fingerprint()
+    Tokenizer.from_checkpoint(checkpoint)
+    assert time.perf_counter() - start < seconds
