@@ -2,10 +2,9 @@
 //
 // A vector holds two rows with one group in each lane, so a row's groups come out side by side; sixteen rows are then
 // transposed, and each group ends as in every other kernel, one row a lane. That keeps the order of float operations,
-// hence the bits.
+// hence the bits. Sums that fit 16 bits are transposed as such.
 #include "cpu/gemm_group.h"
-#include "cpu/isa/row_pair.h"
-#include "cpu/isa/transpose.h"
+#include "cpu/isa/tile_sums.h"
 #include "cpu/neuron_tile.h"
 #include "neuron_kernels.h"
 
@@ -81,6 +80,52 @@ struct Segments {
   }
 };
 
+// Inputs of one record, each vector twice.
+struct RecordInputs {
+  TwiceInputs v[8];
+  THINFER_INLINE_MEMBER explicit RecordInputs(const int8_t* q)
+      : v{TwiceInputs(q),       TwiceInputs(q + 32),  TwiceInputs(q + 64),  TwiceInputs(q + 96),
+          TwiceInputs(q + 128), TwiceInputs(q + 160), TwiceInputs(q + 192), TwiceInputs(q + 224)} {}
+};
+
+// Of 4 bits and one scale a group. A sum without its offset is at most 32 * 8 * 127: 16 bits hold it.
+void gemv_tile_u4_d(const Matrix& w, const NeuronInput& x, const TilePair& tile, float* y, int count) {
+  static_assert(kGroup * traits(Codec::u4_d).offset * 127 <= 32767);
+  constexpr size_t kFull = static_cast<size_t>(neurons_record_bytes(Codec::u4_d, kSuper));
+  const int groups = w.inputs / kGroup;
+  f32x16 acc = zero();
+  Segments segments(w, 1);
+  for (int first = 0; first < groups; first += kSuper) {
+    const int here = groups - first < kSuper ? groups - first : kSuper;
+    const size_t offset = kFull * static_cast<size_t>(first / kSuper), vector = 4 * static_cast<size_t>(here);
+    const i32x16 start = times(load_twice(x.sums + first), -traits(Codec::u4_d).offset);
+    const RecordInputs inputs(x.q + first * kGroup);
+    const Ahead ahead = tile.ahead(offset + kAheadRecords * kFull);
+    const auto dot = [&](int r) __attribute__((always_inline)) {
+      ahead.prefetch(r, kFull);
+      ahead.prefetch(r + 8, kFull);
+      NibbleDot sum(start);
+      const uint8_t *a = tile.rows.at[r] + offset, *b = tile.rows.at[r + 8] + offset;
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) sum.add(load_pair(a + vector * i, b + vector * i), inputs.v[2 * i], inputs.v[2 * i + 1], i);
+      return sum.total();
+    };
+    i16x32 pairs[4];
+#pragma GCC unroll 1
+    for (int r = 0; r < 8; r += 2) pairs[r / 2] = narrow(dot(r), dot(r + 1));
+    f32x16 sums[kSuper], d[kSuper];
+    sums_by_lane(pairs, sums);
+    halves_by_lane(tile.rows.at, offset + static_cast<size_t>(neurons_quant_bytes(Codec::u4_d, here)), d);
+#pragma GCC unroll 8
+    for (int g = 0; g < kSuper; ++g) {
+      if (g == here) break;
+      acc = fma(sums[g], mul(d[g], set1(x.scale[first + g])), acc);
+      segments.after(first + g, acc);
+    }
+  }
+  store_n(y, segments.total, count);
+}
+
 template <Codec codec>
 void gemv_tile(const Matrix& w, const NeuronInput& x, const TilePair& tile, float* planes, float* y, int count) {
   constexpr bool kHalf = kHalves<codec>, kMin = kHasMin<codec>;
@@ -101,9 +146,7 @@ void gemv_tile(const Matrix& w, const NeuronInput& x, const TilePair& tile, floa
     const int32_t* sums = x.sums + first;
     const i32x16 offset1 = times(load_twice(kHalf ? sums + x.sums_stride : sums), kOffset<codec>);
     const i32x16 offset2 = times(load_twice(sums + 2 * x.sums_stride), kOffset<codec>);
-    const int8_t* q = x.q + static_cast<size_t>(record) * 8 * 32;
-    const TwiceInputs inputs[8] = {TwiceInputs(q),       TwiceInputs(q + 32),  TwiceInputs(q + 64),  TwiceInputs(q + 96),
-                                   TwiceInputs(q + 128), TwiceInputs(q + 160), TwiceInputs(q + 192), TwiceInputs(q + 224)};
+    const RecordInputs inputs(x.q + first * kGroup);
     const Ahead ahead = tile.ahead(offset + kAheadRecords * kFull);
 #pragma GCC unroll 1
     for (int r = 0; r < kTile; r += 2) {
@@ -115,9 +158,9 @@ void gemv_tile(const Matrix& w, const NeuronInput& x, const TilePair& tile, floa
       Dot<kBits<codec>> one, two;
       weights.each_vector([&](int v, u8x64 quants) __attribute__((always_inline)) {
         if (!kHalf || v < 4) {
-          one.add(quants, inputs[v], v);
+          one.add(quants, inputs.v[v], v);
         } else {
-          two.add(quants, inputs[v], v);
+          two.add(quants, inputs.v[v], v);
         }
       });
       store(sum + at, to_float(minus(one.total(), offset1)));
@@ -214,7 +257,11 @@ void gemm_tile(const Matrix& w, const QuantizedRows& x, const TilePair& tile, in
 
 void neurons_gemv(const Matrix& w, const NeuronInput& x, const RowIds& rows, float* y, uint8_t* scratch) {
   each_tile(w, rows, [&](const TilePair& tile, int first, int here) __attribute__((always_inline)) {
-    THINFER_FOR_CODEC(w.codec, gemv_tile<codec>(w, x, tile, reinterpret_cast<float*>(scratch), y + first, here));
+    if (w.codec == Codec::u4_d) {
+      gemv_tile_u4_d(w, x, tile, y + first, here);
+    } else {
+      THINFER_FOR_CODEC(w.codec, gemv_tile<codec>(w, x, tile, reinterpret_cast<float*>(scratch), y + first, here));
+    }
   });
 }
 void neurons_gemm(const Matrix& w, const QuantizedRows& x, const RowIds& rows, float* y, int ldy, uint8_t* scratch) {

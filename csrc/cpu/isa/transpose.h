@@ -58,11 +58,9 @@ THINFER_INLINE void transpose16(const float* in, float* out, size_t to) {
   }
 }
 
-// 8 rows of 16 numbers of 16 bits: out[k] holds number k of each row, and number k + 8 in its upper half.
-THINFER_INLINE void transpose_halves8(const uint16_t* const* rows, size_t at, __m256i (&r)[8]) {
+// 8 rows of 8 numbers of 16 bits, in each half of 8 registers: row i of both in r[i], then number k of all rows in r[k].
+THINFER_INLINE void transpose_halves8(__m256i (&r)[8]) {
   __m256i t[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + at));
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     t[i] = _mm256_unpacklo_epi16(r[2 * i], r[2 * i + 1]);      // numbers 0-3 of two rows
@@ -81,8 +79,13 @@ THINFER_INLINE void transpose_halves8(const uint16_t* const* rows, size_t at, __
 // 16 rows of 16 numbers of 16 bits to 16 rows of 16, stored as wide as they will be loaded.
 THINFER_INLINE void transpose_halves(const uint16_t* const* rows, size_t at, uint16_t* out) {
   __m256i lo[8], hi[8];
-  transpose_halves8(rows, at, lo);
-  transpose_halves8(rows + 8, at, hi);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    lo[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i] + at));
+    hi[i] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows[i + 8] + at));
+  }
+  transpose_halves8(lo);
+  transpose_halves8(hi);
 #pragma GCC unroll 8
   for (int k = 0; k < 8; ++k) {
 #if defined(THINFER_ISA_AVX512)
