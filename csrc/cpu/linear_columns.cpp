@@ -27,24 +27,48 @@ struct Quads {
   THINFER_INLINE_MEMBER Quads until(int last) const { return {channel, q, last}; }
 };
 
-// Cache lines of the next group's channels that are fetched while a step (one block of outputs, or two) is computed; without
-// them a core waits for memory, as the channels that are read follow no pattern. Two neighbouring lines of a channel are
-// fetched together, which measured 5 to 15 % better than one by one, and better than four or whole channels. A step fetches
-// its share of the channels, one with each quad: all at once, a core would have nothing in flight while it computes.
+// Blocks of outputs from those that are multiplied to those whose cache lines are fetched, past the end of a group in the
+// next one. Without fetching a core waits for memory, as the channels that are read follow no pattern; a whole group ahead
+// the first-level cache would lose a part of them before they are used, and to get them back takes the buffers that memory
+// needs.
+constexpr int kAheadBlocks = 16;
+
+// A group's channels and the block of outputs at which they will be read.
+struct Place {
+  const Channels& channels;
+  int block64;
+};
+
+// Of a group's channels, those that are read next, `kAheadBlocks` after the block that is multiplied.
+struct Sweep {
+  const Channels &here, &next;
+  int begin, end;  // blocks
+
+  THINFER_INLINE_MEMBER Place after(int block64) const {
+    // In whole fetches, so that each line is fetched once.
+    const int blocks = (end - begin + kFetchBlocks - 1) / kFetchBlocks * kFetchBlocks;
+    const int ahead = block64 + (blocks > kAheadBlocks ? kAheadBlocks : blocks);
+    return ahead < begin + blocks ? Place{here, ahead} : Place{next, ahead - blocks};
+  }
+};
+
+// Cache lines that are fetched while a step (one block of outputs, or two) is computed. Two neighbouring lines of a channel
+// are fetched together, which measured 5 to 15 % better than one by one, and better than four or whole channels. A step
+// fetches its share of the channels, one with each quad: all at once, a core would have nothing in flight while it computes.
 struct Upcoming {
   const uint8_t* const* channel;
   const uint8_t* const* end;
   size_t line, second;
 
   template <Codec codec, int blocks>
-  static THINFER_INLINE_MEMBER Upcoming of_step(const Channels& next, const ColumnsRecord<codec>& record, int block64) {
+  static THINFER_INLINE_MEMBER Upcoming of_step(const Place& next, const ColumnsRecord<codec>& record) {
     constexpr int kPair = kBits<codec> == 8 ? 2 : 4;  // blocks that two lines of a channel hold
     static_assert(kFetchBlocks % kPair == 0);
     constexpr unsigned kSteps = kPair / blocks;
-    const unsigned step = static_cast<unsigned>(block64) % kPair / blocks, count = static_cast<unsigned>(next.count);
-    const size_t line = record.nibbles(block64 & -kPair);
+    const unsigned step = static_cast<unsigned>(next.block64) % kPair / blocks, count = static_cast<unsigned>(next.channels.count);
+    const size_t line = record.nibbles(next.block64 & -kPair);
     const size_t second = line + 64 < record.channel() ? line + 64 : line;
-    return {next.at + count * step / kSteps, next.at + count * (step + 1) / kSteps, line, second};
+    return {next.channels.at + count * step / kSteps, next.channels.at + count * (step + 1) / kSteps, line, second};
   }
   THINFER_INLINE_MEMBER void fetch_one() {
     if (channel == end) return;
@@ -147,14 +171,15 @@ THINFER_INLINE void end_block(Dots& first, Dots& second, const ColumnsRecord<cod
   }
 }
 
-// Fetches what else the next group will read at `blocks` blocks of outputs: scales, and the bits above the nibbles.
+// Fetches what else is read next at `blocks` blocks of outputs: scales, and the bits above the nibbles.
 template <Codec codec, int blocks>
-THINFER_INLINE void fetch_scales_and_high(const Channels& next, const ColumnsRecord<codec>& record, int block64) {
+THINFER_INLINE void fetch_scales_and_high(const Place& next, const ColumnsRecord<codec>& record) {
   constexpr int bits = kBits<codec>;
   constexpr size_t kPlane = traits(codec).block == 32 ? 2 : 1;
   constexpr size_t kPlanes = static_cast<size_t>(group_scale_bytes(codec)) / kPlane;
-  if (next.count == 0) return;
-  const uint8_t* scales = next.scales + kPlane * kOutBlock * static_cast<size_t>(block64);
+  const auto& [channels, block64] = next;
+  if (channels.count == 0) return;
+  const uint8_t* scales = channels.scales + kPlane * kOutBlock * static_cast<size_t>(block64);
   for (size_t plane = 0; plane < kPlanes; ++plane) {
     for (size_t line = 0; line < kPlane * blocks; ++line) __builtin_prefetch(scales + plane * kPlane * record.width + 64 * line, 0, 3);
   }
@@ -162,16 +187,17 @@ THINFER_INLINE void fetch_scales_and_high(const Channels& next, const ColumnsRec
     constexpr int kLine = bits == 6 ? 4 : 8;  // blocks whose bits above the nibbles are one line
     static_assert(kFetchBlocks % kLine == 0);
     if (block64 % kLine == 0) {
-      for (int i = 0; i < next.count; ++i) __builtin_prefetch(next.at[i] + record.high(block64), 0, 3);
+      for (int i = 0; i < channels.count; ++i) __builtin_prefetch(channels.at[i] + record.high(block64), 0, 3);
     }
   }
 }
 
 template <Codec codec, class Dots>
-THINFER_INLINE void add_blocks(const Quads& quads, int first_quads, const Channels& next, const ColumnsRecord<codec>& record,
-                               int g, int block64, const GroupInput& in, float* y) {
-  fetch_scales_and_high<codec, Dots::kBlocks>(next, record, block64);
-  Upcoming upcoming = Upcoming::of_step<codec, Dots::kBlocks>(next, record, block64);
+THINFER_INLINE void add_blocks(const Quads& quads, int first_quads, const Sweep& sweep, const ColumnsRecord<codec>& record, int g,
+                               int block64, const GroupInput& in, float* y) {
+  const Place next = sweep.after(block64);
+  fetch_scales_and_high<codec, Dots::kBlocks>(next, record);
+  Upcoming upcoming = Upcoming::of_step<codec, Dots::kBlocks>(next, record);
   Dots first, second;
   if constexpr (kHalves<codec>) {
     first.add(quads.until(first_quads), record, block64, upcoming);
@@ -217,13 +243,14 @@ size_t gemv(const Matrix& w, const QuantizedRows& x, const ActiveChannels& activ
       const int first_quads = active.quads[2 * group];
       const Quads quads{here.at, active.q + kGroup * group, here.count / 4};
       const GroupInput in{x.scale[at], x.bias[at], {x.sums[2 * at], x.sums[2 * at + 1]}};
+      const Sweep sweep{here, next, block_begin, block_end};
       int b = block_begin;
 #if defined(THINFER_ISA_AVX512)
       if constexpr (kBits<codec> != 8) {
-        for (; b + 2 <= block_end; b += 2) add_blocks<codec, PairDots<codec>>(quads, first_quads, next, record, g, b, in, y);
+        for (; b + 2 <= block_end; b += 2) add_blocks<codec, PairDots<codec>>(quads, first_quads, sweep, record, g, b, in, y);
       }
 #endif
-      for (; b < block_end; ++b) add_blocks<codec, BlockDots<codec>>(quads, first_quads, next, record, g, b, in, y);
+      for (; b < block_end; ++b) add_blocks<codec, BlockDots<codec>>(quads, first_quads, sweep, record, g, b, in, y);
       int read = 0;  // padding repeats a channel: no bytes
       for (int i = 0; i < here.count; ++i) read += i == 0 || here.at[i] != here.at[i - 1];
       bytes += static_cast<size_t>(channel_bytes(codec, outputs) * read + outputs * group_scale_bytes(codec));
