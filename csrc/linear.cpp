@@ -22,6 +22,23 @@ int part_begin(const Matrix& w, int chunk, int part) {
   return std::min(fetches * part / kSliceParts * kFetchBlocks, blocks);
 }
 
+// y[o] = the sum of partial[s * stride + o] in the order of s. A few outputs at a time, which stay in registers.
+void add_segments(const float* partial, int segments, ptrdiff_t stride, int outputs, float* y) {
+  int o = 0;
+  for (; o + kTile <= outputs; o += kTile) {
+    float sum[kTile];
+    std::memcpy(sum, partial + o, sizeof sum);
+    for (int s = 1; s < segments; ++s) {
+      for (int i = 0; i < kTile; ++i) sum[i] += partial[s * stride + o + i];
+    }
+    std::memcpy(y + o, sum, sizeof sum);
+  }
+  for (; o < outputs; ++o) {
+    y[o] = partial[o];
+    for (int s = 1; s < segments; ++s) y[o] += partial[s * stride + o];
+  }
+}
+
 size_t record_bytes(const Matrix& w) { return static_cast<size_t>(w.blocks()) * static_cast<size_t>(rows_record_bytes(w.codec)); }
 
 }  // namespace
@@ -264,12 +281,8 @@ void LinearOp::combine(int row, int piece, Context& context) {
     if (first >= last || !staged(part, context.batch)) continue;
     const float* from = storage_->partial.data() + static_cast<ptrdiff_t>(row) * staging_width_ + part.partial +
                         (first - part.first_output);
-    std::memcpy(y + first, from, static_cast<size_t>(last - first) * sizeof(float));
     const bool segmented = !floats_ && rows(context.batch) <= kUnionRows && w.layout == Layout::columns;
-    for (int s = 1; segmented && s < w.segments; ++s) {
-      from += w.padded_outputs;
-      for (int o = first; o < last; ++o) y[o] += from[o - first];
-    }
+    add_segments(from, segmented ? w.segments : 1, w.padded_outputs, last - first, y + first);
   }
   for (int o = begin; o < end && !bias_.empty(); ++o) y[o] += bias_[static_cast<size_t>(o)];
 }

@@ -10,10 +10,17 @@ struct Channels {
   const uint8_t* at[kGroup];
   const uint8_t* scales;  // of the group
   int count = 0;          // in whole quads
+  int distinct = 0;       // padding repeats a channel
 
   THINFER_INLINE_MEMBER void list(const uint8_t* first, size_t size, const uint8_t* channel, int n) {
     count = n;
-    for (int i = 0; i < n; ++i) at[i] = first + size * channel[i];
+    distinct = 0;
+    for (int i = 0; i < n; i += 4) {
+      for (int j = i; j < i + 4; ++j) {
+        at[j] = first + size * channel[j];
+        distinct += j == i || channel[j] != channel[j - 1];
+      }
+    }
   }
 };
 
@@ -85,7 +92,9 @@ struct Upcoming {
 template <Codec codec>
 struct BlockDots {
   static constexpr int kBlocks = 1;
+  static constexpr bool kWithoutOffset = false;
   Dot8<kBits<codec>> dot[8];
+  THINFER_INLINE_MEMBER explicit BlockDots(int32_t) {}
   THINFER_INLINE_MEMBER void add(const Quads& quads, const ColumnsRecord<codec>& record, int block64, Upcoming& upcoming) {
     const size_t nibbles = record.nibbles(block64), high = record.high(block64);
     for (int i = 0; i < quads.count; ++i) {
@@ -106,7 +115,18 @@ struct BlockDots {
 template <Codec codec>
 struct PairDots {
   static constexpr int kBlocks = 2;
+  static constexpr bool kWithoutOffset = kBits<codec> == 4;
   DotPair dot[8];
+  // Sums of 4 bits begin at what their offset adds up to, which they need not lose later; `sum` is that of the inputs.
+  THINFER_INLINE_MEMBER explicit PairDots(int32_t sum) {
+    if constexpr (kWithoutOffset) {
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) {
+        dot[k] = DotPair(-17 * kOffset<codec> * sum);
+        dot[k + 4] = DotPair(-16 * kOffset<codec> * sum);
+      }
+    }
+  }
   THINFER_INLINE_MEMBER void add(const Quads& quads, const ColumnsRecord<codec>& record, int block64, Upcoming& upcoming) {
     constexpr int bits = kBits<codec>;
     const size_t nibbles = record.nibbles(block64), high = record.high(block64);
@@ -198,7 +218,9 @@ THINFER_INLINE void add_blocks(const Quads& quads, int first_quads, const Sweep&
   const Place next = sweep.after(block64);
   fetch_scales_and_high<codec, Dots::kBlocks>(next, record);
   Upcoming upcoming = Upcoming::of_step<codec, Dots::kBlocks>(next, record);
-  Dots first, second;
+  Dots first(in.sums[0] + in.sums[1]), second(0);
+  GroupInput rest = in;
+  if constexpr (Dots::kWithoutOffset) rest.sums[0] = rest.sums[1] = 0;
   if constexpr (kHalves<codec>) {
     first.add(quads.until(first_quads), record, block64, upcoming);
     second.add(quads.from(first_quads), record, block64, upcoming);
@@ -206,8 +228,8 @@ THINFER_INLINE void add_blocks(const Quads& quads, int first_quads, const Sweep&
     first.add(quads, record, block64, upcoming);
   }
   upcoming.fetch_rest();
-  end_block<codec, 0>(first, second, record, g, block64, in, y);
-  if constexpr (Dots::kBlocks == 2) end_block<codec, 1>(first, second, record, g, block64, in, y);
+  end_block<codec, 0>(first, second, record, g, block64, rest, y);
+  if constexpr (Dots::kBlocks == 2) end_block<codec, 1>(first, second, record, g, block64, rest, y);
 }
 
 template <Codec codec>
@@ -251,9 +273,7 @@ size_t gemv(const Matrix& w, const QuantizedRows& x, const ActiveChannels& activ
       }
 #endif
       for (; b < block_end; ++b) add_blocks<codec, BlockDots<codec>>(quads, first_quads, sweep, record, g, b, in, y);
-      int read = 0;  // padding repeats a channel: no bytes
-      for (int i = 0; i < here.count; ++i) read += i == 0 || here.at[i] != here.at[i - 1];
-      bytes += static_cast<size_t>(channel_bytes(codec, outputs) * read + outputs * group_scale_bytes(codec));
+      bytes += static_cast<size_t>(channel_bytes(codec, outputs) * here.distinct + outputs * group_scale_bytes(codec));
     }
     if (block_read) bytes += static_cast<size_t>(outputs * block_scale_bytes(codec));
     record.p += record.bytes();

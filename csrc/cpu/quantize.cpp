@@ -11,6 +11,21 @@ THINFER_INLINE f32x16 masked(f32x16 x, const float* channel_scale, f32x16 thresh
   return select(less_equal(score, threshold), zero(), x);
 }
 
+// Fills the last quad of `count` channels with the last of them and quants of 0; returns the new count.
+THINFER_INLINE int fill_quad(int count, uint8_t* channel, int8_t* value) {
+  const int over = count & 3;
+  if (over == 0) return count;
+  uint32_t channels, values;
+  __builtin_memcpy(&channels, channel + (count - over), 4);
+  __builtin_memcpy(&values, value + (count - over), 4);
+  const uint32_t kept = (uint32_t{1} << (8 * over)) - 1;
+  channels = (channels & kept) | (channel[count - 1] * 0x01010101u & ~kept);
+  values &= kept;
+  __builtin_memcpy(channel + (count - over), &channels, 4);
+  __builtin_memcpy(value + (count - over), &values, 4);
+  return count - over + 4;
+}
+
 }  // namespace
 
 void mask(const float* x, int inputs, float threshold, const float* channel_scale, float* y) {
@@ -59,22 +74,16 @@ int find_active(const QuantizedRows& x, int row, int inputs, bool halves, const 
     // A NaN scale must reach every output, so such a group counts as read in full.
     const bool keep_all = !(x.scale[at] == x.scale[at]);
     const uint32_t used = keep_all ? ~uint32_t{0} : nonzero_bits(q);
-    uint8_t filled = 0;
+    int filled = 0;
     out.quads[2 * g + 1] = 0;
-    for (int begin = 0; begin < kGroup; begin += halves ? 16 : 32) {
-      const uint8_t start = filled;
-      for (uint32_t rest = halves ? used >> begin & 0xffff : used; rest != 0; rest &= rest - 1) {
-        const int i = begin + __builtin_ctz(rest);
-        channel[filled] = static_cast<uint8_t>(i);
-        value[filled++] = q[i];
+    for (int half = 0; half < kGroup; half += 16) {
+      const int start = halves ? filled : 0, found = list_used(used >> half & 0xffff, half, q, channel + filled, value + filled);
+      filled += found;
+      active += found;
+      if (halves || half > 0) {
+        filled = fill_quad(filled, channel, value);
+        out.quads[2 * g + (halves && half > 0 ? 1 : 0)] = static_cast<uint8_t>((filled - start) / 4);
       }
-      active += filled - start;
-      while (filled & 3) {
-        channel[filled] = channel[filled - 1];
-        value[filled] = 0;
-        ++filled;
-      }
-      out.quads[2 * g + (begin ? 1 : 0)] = static_cast<uint8_t>((filled - start) / 4);
     }
   }
   return active;

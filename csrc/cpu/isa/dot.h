@@ -75,7 +75,8 @@ THINFER_INLINE u8x64 join_u8(u8x32 first, u8x32 second) {
   return {_mm512_inserti64x4(_mm512_castsi256_si512(first.v), second.v, 1)};
 }
 struct DotPair {
-  __m512i sum = _mm512_setzero_si512();
+  __m512i sum;
+  THINFER_INLINE_MEMBER explicit DotPair(int32_t start = 0) : sum(_mm512_set1_epi32(start)) {}
   THINFER_INLINE_MEMBER void add(u8x64 q, const int8_t* quad) {
     int32_t x;
     __builtin_memcpy(&x, quad, 4);

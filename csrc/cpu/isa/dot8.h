@@ -182,4 +182,24 @@ struct Dot8 {
 
 #endif
 
+// Lists the set bits of 16 as channels `first` and up, and their quants; returns how many there are. Writes 16 of each.
+THINFER_INLINE int list_used(uint32_t used, int first, const int8_t* q, uint8_t* channel, int8_t* value) {
+#if defined(THINFER_ISA_AVX512)
+  const auto mask = static_cast<__mmask16>(used);
+  const __m512i places = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(first));
+  const __m512i quants = _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q + first)));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(channel), _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(mask, places)));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(value), _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(mask, quants)));
+  return __builtin_popcount(used);
+#else
+  int count = 0;
+  for (; used != 0; used &= used - 1) {
+    const int i = first + __builtin_ctz(used);
+    channel[count] = static_cast<uint8_t>(i);
+    value[count++] = q[i];
+  }
+  return count;
+#endif
+}
+
 }  // namespace thinfer::THINFER_ISA
