@@ -5,25 +5,29 @@ that is asked for. At the exponent 0.9, 26 % of the neurons make 80 % of what fi
 arxiv.org/abs/2312.12456); ranks are shuffled, so that active neurons are scattered. A bias of the gate makes just the
 drawn neurons fire, dense and sparse compute the same function, and their results are compared bit for bit.
 
-The dense FFN is the engine's fastest: rows layout, gate and up in one matrix. Runs are interleaved; before each one the
-weights are dropped from the caches. What is counted is the time of the FFN's ops; ops before them wake the threads.
+The dense FFN is the engine's fastest: rows layout, gate and up in one matrix. The sparse one lies as the engine would
+lay it at the level's rate, by the engine's own timing at load, or at every level in the layouts of skipping. Runs are
+interleaved; before each one the weights are dropped from the caches. What is counted is the time of the FFN's ops; ops
+before them wake the threads.
 """
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thinfer import _core
-from thinfer.bench.kernels import STORED_BYTES, random_blocks
+from thinfer.bench.kernels import random_blocks
 from thinfer.engine.executor import Float32
-from thinfer.engine.plan import FLOAT_BITS, chunk_outputs, segment_count, stored_bits
+from thinfer.engine.layout_choice import Candidate, LayoutTimer, measure_layouts, settle
+from thinfer.engine.plan import FLOAT_BITS, MatrixPlan, Skipped, chunk_outputs, rate_step, segment_count, stored_bits
 from thinfer.errors import ThinferError, UsageError
 
 ListKind = Literal["exact", "given", "predictor"]
+LayoutRule = Literal["auto", "skip"]
 
 EXPONENT = 0.9
 COLUMNS = {
@@ -34,6 +38,7 @@ COLUMNS = {
     "list": 9,
     "sparsity": 8,
     "threads": 7,
+    "layout": 15,
     "active": 6,
     "dense_us": 8,
     "sparse_us": 9,
@@ -45,7 +50,7 @@ COLUMNS = {
 }
 """Names of a row's values, and how wide they are shown."""
 
-_FIRES, _RESTS = 1e3, -1e3
+_FIRES, _RESTS = 1e5, -1e5
 _COPIES = 4
 _WAKE_OPS = 8
 _PREDICTOR_RANK = 512
@@ -60,13 +65,37 @@ class FfnShape:
     type: str
     gated: bool
 
+    @property
+    def first(self) -> tuple[str, ...]:
+        """Names of the matrices that read the input."""
+        return ("gate", "up") if self.gated else ("up",)
+
 
 @dataclass(frozen=True, slots=True)
-class _Weights:
-    """Random stored rows of the matrices."""
+class _Stored:
+    """Random stored rows of the matrices gate (where there is one), up and down, and the threads that pack them."""
 
-    first: list[NDArray[np.uint8]]  # gate and up, or up
-    down: NDArray[np.uint8]
+    shape: FfnShape
+    rows: dict[str, NDArray[np.uint8]]
+    pool: _core.ThreadPool
+
+    @classmethod
+    def random(cls, shape: FfnShape, pool: _core.ThreadPool, rng: np.random.Generator) -> "_Stored":
+        def rows(outputs: int, inputs: int) -> NDArray[np.uint8]:
+            if shape.type in FLOAT_BITS:
+                values = (rng.standard_normal((outputs, inputs), np.float32) * 0.02).astype(np.float16)
+                return values.view(np.uint8)
+            return random_blocks(rng, shape.type, outputs, inputs)
+
+        first = {name: rows(shape.intermediate, shape.hidden) for name in shape.first}
+        return cls(shape, {**first, "down": rows(shape.hidden, shape.intermediate)}, pool)
+
+    def pack(self, plan: MatrixPlan, arena: _core.Arena) -> _core.PackedMatrix:
+        parts = [(self.rows[name], plan.type, None) for name in plan.weights]
+        inputs = self.shape.intermediate if plan.weights == ("down",) else self.shape.hidden
+        return _core.PackedMatrix.pack(
+            parts, inputs, plan.codec, plan.layout, plan.chunk, plan.segments, self.pool, arena
+        )
 
 
 def firing(neurons: int, density: float, rng: np.random.Generator) -> NDArray[np.bool_]:
@@ -81,18 +110,68 @@ def firing(neurons: int, density: float, rng: np.random.Generator) -> NDArray[np
     return rng.permutation(rng.random(neurons) < np.minimum(1, high * law))
 
 
+def dense_plans(shape: FfnShape) -> list[MatrixPlan]:
+    """Gate and up in one matrix (or up), and down, as dense use wants them."""
+    floats = shape.type in FLOAT_BITS
+    first = 1 if floats else segment_count(shape.hidden, len(shape.first) * shape.intermediate)
+    last = 1 if floats else segment_count(shape.intermediate, shape.hidden)
+    return [
+        MatrixPlan(names, shape.type, None, "rows", 0, segments, "").as_rows("dense")
+        for names, segments in ((shape.first, first), (("down",), last))
+    ]
+
+
+def skipping_plans(shape: FfnShape, kind: ListKind, sparsity: float, threads: int) -> list[MatrixPlan]:
+    """Gate, up and down in the layouts of skipping; `skipped` is set where the engine would time whether it pays.
+
+    Lists and predictors are obeyed without a timing, whatever they cost: they say what is computed.
+    """
+    whole, down = dense_plans(shape)
+    rate = rate_step(sparsity)
+    channels = Skipped(shape.type, None, shape.intermediate, shape.hidden, rate)
+    down = replace(
+        down,
+        layout="columns",
+        chunk=chunk_outputs(shape.hidden, stored_bits(shape.type), down.segments, threads),
+        skipped=None if shape.type in FLOAT_BITS else channels,  # float weights have columns only
+    )
+    listed = [replace(whole, weights=(name,), layout="neurons", chunk=0) for name in shape.first]
+    if kind != "exact":
+        return [*listed, down]
+    if not shape.gated:
+        return [whole, down]
+    neurons = Skipped(shape.type, None, shape.hidden, shape.intermediate, rate, axis="outputs")
+    return [replace(whole, weights=("gate",)), replace(listed[-1], skipped=neurons), down]
+
+
+def _choose(stored: _Stored, plans: Sequence[MatrixPlan]) -> list[MatrixPlan]:
+    """The plans as the engine settles them when it loads a model that no cache holds."""
+    candidates = [Candidate(plan.skipped, plan, stored.pack) for plan in plans if plan.skipped is not None]
+    times = measure_layouts(candidates, LayoutTimer(_core.default_isa(), stored.pool, "int8", cold=True))
+    *first, down = (settle(plan, times) for plan in plans)
+    if first[-1].layout != plans[-2].layout:
+        # Up that is read whole stays in one matrix with the gate.
+        first = dense_plans(stored.shape)[:1]
+    return [*first, down]
+
+
 def measure(
     shape: FfnShape,
     *,
     kind: ListKind,
     sparsities: Sequence[float],
     threads: int,
+    layout: LayoutRule = "auto",
     rounds: int = 7,
     seed: int = 0,
     copies: int = _COPIES,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[dict[str, Any]]:
     """Run the experiment; a row a sparsity (fraction of neurons that do not fire), see COLUMNS.
+
+    ``layout`` "auto" chooses layouts at each sparsity as the engine does at load, by time; "skip" takes those of
+    skipping. In a row it names those of up (in one matrix with the gate unless it is "neurons") and of down, once where
+    they are the same; float weights that are read in order are in "columns" too, they have no rows.
 
     ``ratio_median`` is the median over rounds of dense time by sparse time; ``byte_ceiling`` the ratio of the bytes
     when nothing but the weights of active neurons is read; ``bytes_ratio`` that of the bytes the kernels counted
@@ -104,8 +183,7 @@ def measure(
     """
     rng = np.random.default_rng(seed)
     progress("packing")
-    pool = _core.ThreadPool(threads)
-    weights = _random_weights(shape, rng)
+    stored = _Stored.random(shape, _core.ThreadPool(threads), rng)
     x = rng.standard_normal(shape.hidden, np.float32)
     for sparsity in sparsities:
         progress(f"{shape.type} {kind} {sparsity:g}")
@@ -114,7 +192,10 @@ def measure(
             raise UsageError(
                 f"sparsity {sparsity:g} of {shape.intermediate} neurons leaves none that fires; use a lower one"
             )
-        times, dense_bytes, sparse_bytes = _measure_level(shape, kind, weights, active, pool, rng, x, rounds)
+        plans = skipping_plans(shape, kind, sparsity, threads)
+        if layout == "auto":
+            plans = _choose(stored, plans)
+        times, dense_bytes, sparse_bytes = _measure_level(stored, kind, plans, active, rng, x, rounds)
         dense_time, sparse_time = (statistics.median(column) for column in zip(*times, strict=True))
         share = float(np.mean([mask.mean() for mask in active]))
         matrices = 3 if shape.gated else 2
@@ -127,6 +208,7 @@ def measure(
             "list": kind,
             "sparsity": sparsity,
             "threads": threads,
+            "layout": "+".join(dict.fromkeys(plan.layout for plan in plans[-2:])),
             "active": round(share, 4),
             "dense_us": round(dense_time * 1e6, 1),
             "sparse_us": round(sparse_time * 1e6, 1),
@@ -139,18 +221,17 @@ def measure(
 
 
 def _measure_level(
-    shape: FfnShape,
+    stored: _Stored,
     kind: ListKind,
-    weights: _Weights,
+    plans: Sequence[MatrixPlan],
     active: Sequence[NDArray[np.bool_]],
-    pool: _core.ThreadPool,
     rng: np.random.Generator,
     x: Float32,
     rounds: int,
 ) -> tuple[list[tuple[float, float]], float, float]:
     """Seconds of dense and sparse by round, and the bytes each reads; the memory is given back on return."""
-    dense = _Runner(shape, "dense", weights, active, pool, rng)
-    sparse = _Runner(shape, kind, weights, active, pool, rng)
+    dense = _Runner(stored, "dense", dense_plans(stored.shape), active, rng)
+    sparse = _Runner(stored, kind, plans, active, rng)
     times: list[tuple[float, float]] = []
     # The first round wakes threads and pages and is not counted.
     for turn in range(-1, rounds):
@@ -158,7 +239,7 @@ def _measure_level(
         if turn >= 0:
             times.append(pair)
     if not np.array_equal(dense.result(), sparse.result()):
-        raise ThinferError(f"{shape.type} {kind}: skipping neurons changed the result; please report this")
+        raise ThinferError(f"{stored.shape.type} {kind}: skipping neurons changed the result; please report this")
     return times, dense.bytes_read, sparse.bytes_read
 
 
@@ -167,28 +248,30 @@ class _Runner:
 
     def __init__(
         self,
-        shape: FfnShape,
+        stored: _Stored,
         kind: ListKind | Literal["dense"],
-        weights: _Weights,
+        plans: Sequence[MatrixPlan],
         active: Sequence[NDArray[np.bool_]],
-        pool: _core.ThreadPool,
         rng: np.random.Generator,
     ) -> None:
-        self._shape, self._pool, self._arena = shape, pool, _core.Arena()
-        self._program = _core.Program(None, pool, 1)
+        self._shape, self._pool, self._arena = stored.shape, stored.pool, _core.Arena()
+        self._program = _core.Program(None, self._pool, 1)
         self._program.set_profiling(True)
-        self._x = self._program.add_buffer(shape.hidden)
+        self._x = self._program.add_buffer(self._shape.hidden)
         self._wake(rng)
         self._first = self._program.ops
         self._matrices: list[_core.PackedMatrix] = []
         self._outs: list[int] = []
         self.bytes_read = 0.0
-        packed = self._packed(kind, weights, rng)
+        packed = [stored.pack(plan, self._arena) for plan in plans]
+        if kind == "predictor":
+            packed.append(self._random(rng, "Q4_0", _PREDICTOR_RANK, self._shape.hidden))
+            packed.append(self._random(rng, "Q4_0", self._shape.intermediate, _PREDICTOR_RANK))
         for index, fires in enumerate(active):
             matrices = packed if index == 0 else [matrix.copy() for matrix in packed]
             self._matrices += matrices
-            self._outs.append(self._program.add_buffer(shape.hidden))
-            self._add(kind, matrices, fires, self._outs[-1])
+            self._outs.append(self._program.add_buffer(self._shape.hidden))
+            self._add(kind, matrices[: len(plans)], matrices[len(plans) :], fires, self._outs[-1])
 
     def time(self, x: Float32) -> float:
         """Seconds of one FFN, its weights read from memory."""
@@ -210,55 +293,38 @@ class _Runner:
 
     def _wake(self, rng: np.random.Generator) -> None:
         """A few small ops, so that the threads are awake when the clock runs."""
-        raw = random_blocks(rng, "Q8_0", 1024, self._shape.hidden)
-        matrix = self._pack(raw, "rows", 0, 1, "Q8_0")
+        matrix = self._random(rng, "Q8_0", 1024, self._shape.hidden)
         out = self._program.add_buffer(1024)
         for _ in range(_WAKE_OPS):
             self._program.op_linear(self._x, out, [matrix], None, "int8")
 
-    def _packed(self, kind: str, weights: _Weights, rng: np.random.Generator) -> list[_core.PackedMatrix]:
-        """The matrices in the layouts of a kind: what comes first, then down, then a predictor's."""
-        shape, floats = self._shape, self._shape.type in FLOAT_BITS
-        plain = ("columns", 64) if floats else ("rows", 0)
-        first = 1 if floats else segment_count(shape.hidden, len(weights.first) * shape.intermediate)
-        last = 1 if floats else segment_count(shape.intermediate, shape.hidden)
-        chunk = chunk_outputs(shape.hidden, stored_bits(shape.type), last, self._pool.threads)
-        if kind == "dense":
-            return [
-                self._pack(np.concatenate(weights.first), *plain, first, shape.type),
-                self._pack(weights.down, *plain, last, shape.type),
-            ]
-        layouts = [plain if kind == "exact" and index == 0 else ("neurons", 0) for index in range(len(weights.first))]
-        packed = [
-            self._pack(raw, *layout, first, shape.type) for raw, layout in zip(weights.first, layouts, strict=True)
-        ]
-        packed.append(self._pack(weights.down, "columns", chunk, last, shape.type))
-        if kind == "predictor":
-            packed.append(self._pack(random_blocks(rng, "Q4_0", _PREDICTOR_RANK, shape.hidden), "rows", 0, 1, "Q4_0"))
-            packed.append(
-                self._pack(random_blocks(rng, "Q4_0", shape.intermediate, _PREDICTOR_RANK), "rows", 0, 1, "Q4_0")
-            )
-        return packed
+    def _random(self, rng: np.random.Generator, stored: str, outputs: int, inputs: int) -> _core.PackedMatrix:
+        """A matrix in rows."""
+        part = (random_blocks(rng, stored, outputs, inputs), stored, None)
+        return _core.PackedMatrix.pack([part], inputs, None, "rows", 0, 1, self._pool, self._arena)
 
-    def _pack(self, raw: NDArray[np.uint8], layout: str, chunk: int, segments: int, stored: str) -> _core.PackedMatrix:
-        inputs = raw.shape[1] // (FLOAT_BITS[stored] // 8) if stored in FLOAT_BITS else _inputs(raw, stored)
-        part = (raw, stored, None)
-        return _core.PackedMatrix.pack([part], inputs, None, layout, chunk, segments, self._pool, self._arena)
-
-    def _add(self, kind: str, matrices: list[_core.PackedMatrix], fires: NDArray[np.bool_], out: int) -> None:
+    def _add(
+        self,
+        kind: str,
+        matrices: Sequence[_core.PackedMatrix],
+        predictor: Sequence[_core.PackedMatrix],
+        fires: NDArray[np.bool_],
+        out: int,
+    ) -> None:
+        """The ops of one FFN; `matrices` lie as planned and say what is skipped."""
         program, shape = self._program, self._shape
+        *first, down = matrices
         bias = np.where(fires, np.float32(_FIRES), np.float32(_RESTS))
         act = program.add_buffer(shape.intermediate)
-        if kind == "dense" or (kind == "exact" and not shape.gated):
-            width = 2 * shape.intermediate if shape.gated else shape.intermediate
-            hidden = program.add_buffer(width)
-            biases = np.concatenate([bias, np.zeros(width - len(bias), np.float32)])
-            program.op_linear(self._x, hidden, [matrices[0]], biases, "int8")
+        if first[-1].layout != "neurons":
+            hidden = program.add_buffer(len(shape.first) * shape.intermediate)
+            biases = np.concatenate([bias, np.zeros((len(shape.first) - 1) * shape.intermediate, np.float32)])
+            program.op_linear(self._x, hidden, first, biases, "int8")
             (program.op_gated_act if shape.gated else program.op_act)(hidden, act, "relu")
         elif kind == "exact":
             gate = program.add_buffer(shape.intermediate)
-            program.op_linear(self._x, gate, [matrices[0]], bias, "int8")
-            program.op_neurons(self._x, act, "relu", 0.0, "int8", gate, None, matrices[1], None, None, None)
+            program.op_linear(self._x, gate, first[:1], bias, "int8")
+            program.op_neurons(self._x, act, "relu", 0.0, "int8", gate, None, first[1], None, None, None)
         else:
             lists = _core.NeuronLists()
             if kind == "given":
@@ -266,29 +332,11 @@ class _Runner:
                 lists.set(ids, np.array([0, len(ids)], np.int32))
             else:
                 low, scores = program.add_buffer(_PREDICTOR_RANK), program.add_buffer(shape.intermediate)
-                program.op_linear(self._x, low, [matrices[-2]], None, "int8")
-                program.op_linear(low, scores, [matrices[-1]], bias, "int8")
+                program.op_linear(self._x, low, predictor[:1], None, "int8")
+                program.op_linear(low, scores, predictor[1:], bias, "int8")
                 program.op_pick_neurons(scores, 0.0, lists)
-            up = matrices[1] if shape.gated else None
-            program.op_neurons(self._x, act, "relu", 0.0, "int8", None, matrices[0], up, bias, None, lists)
-        down = program.op_linear(act, out, [matrices[2 if shape.gated and kind != "dense" else 1]], None, "int8")
+            up = first[1] if shape.gated else None
+            program.op_neurons(self._x, act, "relu", 0.0, "int8", None, first[0], up, bias, None, lists)
+        last = program.op_linear(act, out, [down], None, "int8")
         if kind != "dense":
-            program.set_threshold(down, 0.0, None)
-
-
-def _random_weights(shape: FfnShape, rng: np.random.Generator) -> _Weights:
-    def rows(outputs: int, inputs: int) -> NDArray[np.uint8]:
-        if shape.type in FLOAT_BITS:
-            values = (rng.standard_normal((outputs, inputs), np.float32) * 0.02).astype(np.float16)
-            return values.view(np.uint8)
-        return random_blocks(rng, shape.type, outputs, inputs)
-
-    count = 2 if shape.gated else 1
-    return _Weights(
-        [rows(shape.intermediate, shape.hidden) for _ in range(count)], rows(shape.hidden, shape.intermediate)
-    )
-
-
-def _inputs(raw: NDArray[np.uint8], stored: str) -> int:
-    weights, size = STORED_BYTES[stored]
-    return int(raw.shape[1]) // size * weights
+            program.set_threshold(last, 0.0, None)

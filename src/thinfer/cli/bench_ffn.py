@@ -30,6 +30,13 @@ class ListKind(StrEnum):
     predictor = "predictor"
 
 
+class LayoutRule(StrEnum):
+    """How the layouts of the weights are found."""
+
+    auto = "auto"
+    skip = "skip"
+
+
 def ffn(
     hidden: Annotated[int, typer.Option("--hidden", min=256, help="Width of the model; a multiple of 256.")] = 4096,
     intermediate: Annotated[int, typer.Option("--intermediate", min=256, help="Neurons; a multiple of 256.")] = 11008,
@@ -44,6 +51,12 @@ def ffn(
             "--list", help="exact: those that fire; given: a list; predictor: one made in time. May be repeated."
         ),
     ] = None,
+    layout: Annotated[
+        LayoutRule,
+        typer.Option(
+            "--layout", help="auto: timed at each level, as the engine does at load; skip: those of skipping."
+        ),
+    ] = LayoutRule.auto,
     threads: opt.Threads = None,
     rounds: Annotated[
         int, typer.Option("--repetitions", "-r", min=1, help="Timed rounds, dense and sparse by turns.")
@@ -55,7 +68,8 @@ def ffn(
     """Time one FFN, dense and with most neurons skipped, the weights read from memory.
 
     Neurons fire by a power law (26 % make 80 % of what fires), scattered. The rows' byte_ceiling is what skipping could
-    gain if nothing but the weights of active neurons were read; results are compared with dense bit for bit.
+    gain if nothing but the weights of active neurons were read; layout names how up and down lie. Results are compared
+    with dense bit for bit.
     """
     if find_spec("thinfer._core") is None:
         raise UnsupportedError("the native part is not built: run `make setup`")
@@ -81,6 +95,7 @@ def ffn(
                 kind=chosen.value,
                 sparsities=levels,
                 threads=count,
+                layout=layout.value,
                 rounds=rounds,
                 seed=seed,
                 progress=progress,
