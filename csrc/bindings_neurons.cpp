@@ -90,7 +90,7 @@ void bind_neurons(nb::module_& module, nb::class_<CheckedProgram>& program) {
       .def("op_neurons", &op_neurons, nb::arg("x"), nb::arg("out"), nb::arg("act"), nb::arg("threshold"), nb::arg("activations"), nb::arg("gate_buffer").none(),
            nb::arg("gate").none(), nb::arg("up").none(), nb::arg("gate_bias").none(), nb::arg("up_bias").none(), nb::arg("lists").none(),
            "out = act(gate x) * (up x) for the neurons listed whose act(gate x) is not 0, 0 elsewhere; without up act(gate x).\n\n"
-           "act and threshold as in op_gated_act. The gate is a buffer computed before, or a matrix; matrices are in the neurons layout. Returns the op's index.")
+           "act and threshold as in op_gated_act. The gate is a buffer computed before, or a matrix; matrices are in the neurons layout, or in rows, which are read whole. Returns the op's index.")
       .def("op_pick_neurons", &op_pick_neurons, nb::arg("scores"), nb::arg("threshold"), nb::arg("lists"),
            "List the neurons whose score is above the threshold (all of them in rows that are not sparse) for the ops after this "
            "one. Returns the op's index.")

@@ -56,7 +56,7 @@ NeuronsOp::NeuronsOp(Isa isa, NeuronParts parts, int out, Act act, Activations a
   for (const auto* matrix : {parts_.gate.get(), parts_.up.get()}) {
     if (!matrix) continue;
     const Matrix& w = matrix->matrix();
-    if (w.layout != Layout::neurons) throw std::invalid_argument("matrices of a neurons op must be in the neurons layout");
+    if (w.layout == Layout::columns) throw std::invalid_argument("matrices of a neurons op must be in the neurons layout or in rows");
     if (w.inputs != inputs_ || w.outputs != neurons_) throw std::invalid_argument("gate and up must have the same shape");
     floats_ = floats_ || is_float(w.codec);
   }
@@ -96,8 +96,11 @@ void NeuronsOp::check_range(int rows) const {
   if (lists.rows() != rows) {
     throw std::invalid_argument("neurons are listed for " + std::to_string(lists.rows()) + " rows, the batch has " + std::to_string(rows));
   }
-  for (const int32_t id : lists.ids) {
-    if (id >= neurons_) throw std::invalid_argument("neuron " + std::to_string(id) + " of " + std::to_string(neurons_));
+  for (size_t row = 0; row + 1 < lists.offsets.size(); ++row) {
+    const int32_t end = lists.offsets[row + 1];
+    if (end == lists.offsets[row]) continue;
+    const int32_t last = lists.ids[static_cast<size_t>(end - 1)];
+    if (last >= neurons_) throw std::invalid_argument("neuron " + std::to_string(last) + " of " + std::to_string(neurons_));
   }
 }
 
@@ -107,9 +110,13 @@ void NeuronsOp::list_wanted(int rows) {
   std::vector<uint64_t>& bits = storage_->wanted;
   bits.assign(static_cast<size_t>(rows * words()), 0);
   for (int row = 0; row < rows; ++row) {
-    for (int i = lists.offsets[static_cast<size_t>(row)]; i < lists.offsets[static_cast<size_t>(row) + 1]; ++i) {
-      const int id = lists.ids[static_cast<size_t>(i)];
-      bits[static_cast<size_t>(row * words() + id / kWord)] |= uint64_t{1} << (id % kWord);
+    uint64_t* own = bits.data() + static_cast<ptrdiff_t>(row) * words();
+    const int32_t *id = lists.ids.data() + lists.offsets[static_cast<size_t>(row)], *end = lists.ids.data() + lists.offsets[static_cast<size_t>(row) + 1];
+    while (id != end) {
+      const int32_t word = *id / kWord;
+      uint64_t found = 0;
+      for (; id != end && *id / kWord == word; ++id) found |= uint64_t{1} << (*id % kWord);
+      own[word] = found;
     }
   }
 }
@@ -117,8 +124,7 @@ void NeuronsOp::list_wanted(int rows) {
 // The neurons whose gates are computed: all of them, or those in any row's list.
 void NeuronsOp::choose_gates(int rows) {
   NeuronStorage& s = *storage_;
-  if (!listed() || checked_) {
-    for (int id = static_cast<int>(s.all.size()); id < neurons_; ++id) s.all.push_back(id);
+  if (!listed() || checked_ || in_rows(parts_.gate)) {
     gate_ids_ = s.all.data();
     gate_count_ = neurons_;
     return;
@@ -162,9 +168,14 @@ void NeuronsOp::prepare(const Batch& batch) {
   checked_ = listed() && check_every_ > 0 && batch.step % check_every_ == check_turn_ && batch.any_sparse();
   if (checked_) grow(s.fired, rows * static_cast<size_t>(words()));
   if (listed()) check_range(n);
+  for (int id = static_cast<int>(s.all.size()); id < neurons_; ++id) s.all.push_back(id);
   if (listed() && (n != 1 || beyond_lists())) list_wanted(n);
   if (parts_.gate) {
-    s.gate.assign(rows * static_cast<size_t>(padded(neurons_)), 0.0f);
+    if (in_rows(parts_.gate)) {
+      grow(s.gate, rows * static_cast<size_t>(padded(neurons_)));
+    } else {
+      s.gate.assign(rows * static_cast<size_t>(padded(neurons_)), 0.0f);
+    }
     grow(s.values, rows * static_cast<size_t>(padded(neurons_)));
     choose_gates(n);
   }
@@ -180,7 +191,7 @@ int NeuronsOp::items(int phase, const Batch& batch) const {
     case 1: return parts_.gate ? tiles(gate_count_) : 0;
     case 2: return n * pieces(neurons_);
     case 3: return 1;
-    default: return parts_.up ? tiles(static_cast<int>(storage_->ids.size())) : 0;
+    default: return parts_.up ? tiles(up_ids().count) : 0;
   }
 }
 
@@ -210,7 +221,8 @@ void NeuronsOp::prepare_piece(int row, int piece, Context& context) {
   const int n = rows(context.batch);
   float* masked = floats_ ? shared_->masked.data() + at : nullptr;
   prepare_inputs(linear_, threshold_, sparse, context.buffers[parts_.x] + at, from, count, masked, quantized(n), row);
-  if (!floats_ && n == 1) arrange(from / kGroup, (from + count) / kGroup);
+  const bool some = (parts_.gate && !in_rows(parts_.gate)) || (parts_.up && !in_rows(parts_.up));
+  if (!floats_ && n == 1 && some) arrange(from / kGroup, (from + count) / kGroup);
 }
 
 // Groups [begin, end) of the single row of a step in the order of the neurons layout; groups past the last one are 0.
@@ -236,31 +248,49 @@ void NeuronsOp::arrange(int begin, int end) {
   }
 }
 
-// values[row][i] = row ids[i] of the matrix times x, for ids [begin, end) of all.
-void NeuronsOp::compute(const PackedMatrix& matrix, const RowIds& all, int begin, int end, Context& context) {
-  const RowIds some{all.ids + begin, end - begin, all.count - end};
+// y[row][i] = row ids[i] of the matrix times x, for ids [begin, end) of all. In rows these are all neurons, in order.
+void NeuronsOp::compute(const PackedMatrix& matrix, const RowIds& all, int begin, int end, float* y, Context& context) {
+  const Matrix& w = matrix.matrix();
   const int n = rows(context.batch), ldy = padded(neurons_);
-  float* y = storage_->values.data() + begin;
+  const float* x = threshold_.value >= 0.0f ? shared_->masked.data() : context.buffers[parts_.x];
+  if (w.layout == Layout::rows) {
+    const int first = begin / kTile, last = tiles(end);
+    if (floats_) {
+      linear_.float_linear(w, x, n, padded(inputs_), y, ldy, first, last, false, context.scratch);
+    } else if (n == 1) {
+      linear_.rows_gemv(w, quantized(n), y, first, last);
+    } else {
+      linear_.rows_gemm(w, quantized(n), y, ldy, first, last, context.scratch);
+    }
+    context.counters->bytes_read += static_cast<size_t>(w.blocks()) * static_cast<size_t>(rows_record_bytes(w.codec)) * static_cast<size_t>(last - first);
+    return;
+  }
+  const RowIds some{all.ids + begin, end - begin, all.count - end};
   if (floats_) {
-    const float* x = threshold_.value >= 0.0f ? shared_->masked.data() : context.buffers[parts_.x];
-    kernels_.float_gemm(matrix.matrix(), x, n, padded(inputs_), some, y, ldy, context.scratch);
+    kernels_.float_gemm(w, x, n, padded(inputs_), some, y + begin, ldy, context.scratch);
   } else if (n == 1) {
     const NeuronStorage& s = *storage_;
     const int whole = (inputs_ / kGroup + kSuper - 1) / kSuper * kSuper;
-    const NeuronInput x{s.q.data(), s.scale.data(), s.bias.data(), s.sums.data(), whole};
-    kernels_.gemv(matrix.matrix(), x, some, y, context.scratch);
+    const NeuronInput input{s.q.data(), s.scale.data(), s.bias.data(), s.sums.data(), whole};
+    kernels_.gemv(w, input, some, y + begin, context.scratch);
   } else {
-    kernels_.gemm(matrix.matrix(), quantized(n), some, y, ldy, context.scratch);
+    kernels_.gemm(w, quantized(n), some, y + begin, ldy, context.scratch);
   }
-  context.counters->bytes_read += matrix.matrix().row_bytes() * static_cast<size_t>(end - begin);
+  context.counters->bytes_read += w.row_bytes() * static_cast<size_t>(end - begin);
 }
 
 void NeuronsOp::run_gate(int begin, int end, Context& context) {
   const int first = begin * kTile, last = std::min(end * kTile, gate_count_), n = rows(context.batch);
-  compute(*parts_.gate, {gate_ids_, gate_count_}, first, last, context);
-  const bool all = !listed() || checked_ || n == 1;  // of what was computed is the row's own
+  const bool whole = in_rows(parts_.gate);
+  compute(*parts_.gate, {gate_ids_, gate_count_}, first, last, whole ? storage_->gate.data() : storage_->values.data(), context);
+  // Of what was computed is the row's own; where the lists do not decide what is computed, they do afterwards.
+  const bool all = !listed() || beyond_lists() || n == 1;
   for (int row = 0; row < n; ++row) {
     float* gate = gate_row(row, context);
+    if (whole) {
+      for (int i = first; i < last && !parts_.gate_bias.empty(); ++i) gate[i] += parts_.gate_bias[static_cast<size_t>(i)];
+      continue;
+    }
     const float* values = storage_->values.data() + static_cast<ptrdiff_t>(row) * padded(neurons_);
     for (int i = first; i < last; ++i) {
       const int id = gate_ids_[i];
@@ -293,8 +323,11 @@ void NeuronsOp::activate(int row, int piece, Context& context) {
       context.counters->needed += count_bits(fired(row) + from / kWord, words);
       context.counters->found += count_bits(bits, words);
     }
-    for (int j = 0; j < count && !parts_.up; ++j) {
-      if (!wants(row, from + j)) out[j] = 0.0f;
+    for (int w = 0; w < words && !parts_.up; ++w) {
+      for (uint64_t rest = ~wanted[w]; rest != 0; rest &= rest - 1) {
+        const int j = w * kWord + __builtin_ctzll(rest);
+        if (j < count) out[j] = 0.0f;
+      }
     }
   }
   if (parts_.up) std::memset(out, 0, static_cast<size_t>(count) * sizeof(float));
@@ -312,13 +345,16 @@ void NeuronsOp::collect(Context& context) {
   context.counters->channels_active += static_cast<uint64_t>(computed * inputs_ / neurons_);
   context.counters->channels_total += static_cast<uint64_t>(matrices * n) * static_cast<uint64_t>(inputs_);
   storage_->ids.clear();
-  if (parts_.up) append_bits(any_row(checked_ ? storage_->fired : storage_->active, n).data(), words(), storage_->ids);
+  if (parts_.up && !in_rows(parts_.up)) {
+    append_bits(any_row(checked_ ? storage_->fired : storage_->active, n).data(), words(), storage_->ids);
+  }
 }
 
 void NeuronsOp::run_up(int begin, int end, Context& context) {
-  const std::vector<int32_t>& ids = storage_->ids;
-  const int first = begin * kTile, last = std::min(end * kTile, static_cast<int>(ids.size()));
-  compute(*parts_.up, {ids.data(), static_cast<int>(ids.size())}, first, last, context);
+  const RowIds up = up_ids();
+  const int32_t* ids = up.ids;
+  const int first = begin * kTile, last = std::min(end * kTile, up.count);
+  compute(*parts_.up, up, first, last, storage_->values.data(), context);
   for (int row = 0; row < rows(context.batch); ++row) {
     const float* gate = gate_row(row, context);
     const float* values = storage_->values.data() + static_cast<ptrdiff_t>(row) * padded(neurons_);
@@ -329,13 +365,13 @@ void NeuronsOp::run_up(int begin, int end, Context& context) {
       const int count = std::min(kTile, last - i);
       float gates[kTile], ups[kTile], products[kTile];
       for (int j = 0; j < count; ++j) {
-        const auto id = static_cast<size_t>(ids[static_cast<size_t>(i + j)]);
+        const auto id = static_cast<size_t>(ids[i + j]);
         gates[j] = gate[id];
         ups[j] = values[i + j] + (parts_.up_bias.empty() ? 0.0f : parts_.up_bias[id]);
       }
       ops_.gated_act(gates, ups, products, count, act_.activation, act_.threshold);
       for (int j = 0; j < count; ++j) {
-        const int id = ids[static_cast<size_t>(i + j)];
+        const int id = ids[i + j];
         const bool own = (bits[id / kWord] >> (id % kWord) & 1) != 0;
         if (own) out[id] = products[j];
         // What the other rows' neurons would give is computed along, fired or not.

@@ -25,11 +25,12 @@ struct NeuronStorage {
   std::vector<uint64_t> active;  // [rows][words] and its activation is not 0
   std::vector<uint64_t> fired;   // [rows][words] its activation is not 0, listed or not; in checked steps
   std::vector<int32_t> ids;      // of the union of `active`, or of `fired` in checked steps
-  std::vector<int32_t> all;      // 0, 1, ...
+  std::vector<int32_t> all;      // 0, 1, ... for all neurons
   std::vector<int32_t> listed;   // of the union of lists
 };
 
-// What an op computes from. Matrices are in the neurons layout.
+// What an op computes from. Matrices are in the neurons layout, or in rows where most neurons are active: all of them are read
+// then, and what is not active is 0 all the same.
 struct NeuronParts {
   int x = -1;
   int gate_buffer = -1;                      // gate x, computed before; or
@@ -67,7 +68,14 @@ class NeuronsOp : public Op {
   uint64_t* active(int row) const { return storage_->active.data() + static_cast<ptrdiff_t>(row) * words(); }
   uint64_t* fired(int row) const { return storage_->fired.data() + static_cast<ptrdiff_t>(row) * words(); }
   // Whether gates of neurons outside the lists are known. Elsewhere they are 0, of which every activation makes 0.
-  bool beyond_lists() const { return listed() && (checked_ || !parts_.gate); }
+  bool beyond_lists() const { return listed() && (checked_ || !parts_.gate || in_rows(parts_.gate)); }
+  // Whether a matrix is read whole, whatever is active.
+  static bool in_rows(const std::shared_ptr<const PackedMatrix>& matrix) { return matrix && matrix->matrix().layout == Layout::rows; }
+  // The neurons for which up is computed.
+  RowIds up_ids() const {
+    if (in_rows(parts_.up)) return {storage_->all.data(), neurons_};
+    return {storage_->ids.data(), static_cast<int>(storage_->ids.size())};
+  }
   bool wants(int row, int neuron) const;
   bool counts(int row, const Batch& batch) const;
   float* gate_row(int row, Context& context) const;
@@ -77,7 +85,7 @@ class NeuronsOp : public Op {
   std::vector<uint64_t> any_row(const std::vector<uint64_t>& bits, int rows) const;
   void prepare_piece(int row, int piece, Context& context);
   void arrange(int begin, int end);
-  void compute(const PackedMatrix& matrix, const RowIds& all, int begin, int end, Context& context);
+  void compute(const PackedMatrix& matrix, const RowIds& all, int begin, int end, float* y, Context& context);
   void run_gate(int begin, int end, Context& context);
   void activate(int row, int piece, Context& context);
   void collect(Context& context);

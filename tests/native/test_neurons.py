@@ -322,6 +322,44 @@ def test_a_check_looks_at_the_rows_selected(isa):
     assert (counter.needed, counter.found) == (fired.sum(), (fired & active.mask()[1]).sum())
 
 
+@pytest.mark.parametrize("stored", ["Q4_0", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("activations", ["int8", "f32"])
+@pytest.mark.parametrize("layouts", [("rows", "rows"), ("rows", "neurons"), ("neurons", "rows"), ("rows", None)])
+def test_lists_over_matrices_that_are_read_whole_give_the_same_bits(isa, stored, activations, layouts):
+    rng = np.random.default_rng(9)
+
+    def op(layouts):
+        gate, up = (
+            None if layout is None else pack([(weights(stored, NEURONS, INPUTS, seed)[0], stored)], INPUTS, layout, 0, 2)
+            for seed, layout in zip((1, 0), layouts, strict=True)
+        )
+        biases = {"gate_bias": bias, "up_bias": None if up is None else bias}
+        return Neurons(isa, up, gate=gate, threads=2, activations=activations, **biases), gate
+
+    bias = rng.standard_normal(NEURONS).astype(np.float32)
+    whole, gate = op(layouts)
+    some, _ = op([None if layout is None else "neurons" for layout in layouts])
+    for rows, density in ((1, 0.2), (1, 0.0), (1, 1.0), (5, 0.3), (20, 0.9)):
+        x, active = rows_of(rng, rows), ActiveSet.where(rng.random((rows, NEURONS)) < density)
+        for every in (0, 1):  # with and without a check
+            counters = []
+            for each in (whole, some):
+                each.lists.set(active.ids, active.offsets)
+                each.program.check_lists(each.op, every, 0)
+            bits_equal(whole(x), some(x))
+            for each in (whole, some):
+                counter = each.counters()
+                counters.append((counter.channels_active, counter.channels_total, counter.needed, counter.found))
+                if each is whole and every == 0 and "neurons" not in layouts:
+                    assert counter.bytes_read == gate.nbytes * (2 - layouts.count(None))
+            assert counters[0] == counters[1]
+            assert (counters[0][2] > 0) == bool(every)
+        for each in (whole, some):
+            each.lists.clear()
+        bits_equal(whole(x), some(x))
+        assert whole.counters().channels_active == some.counters().channels_active
+
+
 def test_what_cannot_be_checked_is_refused(isa):
     up = packed("Q4_0")
     for op in (Neurons(isa, up), Linear(isa, [pack([(weights("Q4_0")[0], "Q4_0")], INPUTS)], INPUTS, NEURONS)):
@@ -346,7 +384,7 @@ def test_what_does_not_fit_is_refused(isa):
     for message, wrong in {
         "either a buffer or a matrix": {"gate": None},
         "needs a matrix": {"up": None},
-        "neurons layout": {"up": pack([(weights("Q4_0")[0], "Q4_0")], INPUTS)},
+        "neurons layout": {"up": pack([(weights("Q4_0", NEURONS)[0], "Q4_0")], INPUTS, "columns", 64)},
         "same shape": {"gate": None, "matrix": packed("Q4_0", 576)},
         "one float a neuron": {"up_bias": np.ones(3, np.float32)},
         "reads": {"out": gate},

@@ -122,34 +122,32 @@ def dense_plans(shape: FfnShape) -> list[MatrixPlan]:
 
 
 def skipping_plans(shape: FfnShape, kind: ListKind, sparsity: float, threads: int) -> list[MatrixPlan]:
-    """Gate, up and down in the layouts of skipping; `skipped` is set where the engine would time whether it pays.
-
-    Lists and predictors are obeyed without a timing, whatever they cost: they say what is computed.
-    """
+    """Gate, up and down in the layouts of skipping; `skipped` is set where the engine would time whether it pays."""
     whole, down = dense_plans(shape)
-    rate = rate_step(sparsity)
+    floats, rate = shape.type in FLOAT_BITS, rate_step(sparsity)
     channels = Skipped(shape.type, None, shape.intermediate, shape.hidden, rate)
+    neurons = Skipped(shape.type, None, shape.hidden, shape.intermediate, rate, axis="outputs")
     down = replace(
         down,
         layout="columns",
         chunk=chunk_outputs(shape.hidden, stored_bits(shape.type), down.segments, threads),
-        skipped=None if shape.type in FLOAT_BITS else channels,  # float weights have columns only
+        skipped=None if floats else channels,  # float weights have columns only
     )
-    listed = [replace(whole, weights=(name,), layout="neurons", chunk=0) for name in shape.first]
+    skipping = [replace(whole, weights=(name,), layout="neurons", chunk=0, skipped=neurons) for name in shape.first]
     if kind != "exact":
-        return [*listed, down]
+        # Lists are obeyed in rows as well, which float weights do not have.
+        return [*(replace(plan, skipped=None if floats else neurons) for plan in skipping), down]
     if not shape.gated:
         return [whole, down]
-    neurons = Skipped(shape.type, None, shape.hidden, shape.intermediate, rate, axis="outputs")
-    return [replace(whole, weights=("gate",)), replace(listed[-1], skipped=neurons), down]
+    return [replace(whole, weights=("gate",)), skipping[-1], down]
 
 
-def _choose(stored: _Stored, plans: Sequence[MatrixPlan]) -> list[MatrixPlan]:
+def _choose(stored: _Stored, kind: ListKind, plans: Sequence[MatrixPlan]) -> list[MatrixPlan]:
     """The plans as the engine settles them when it loads a model that no cache holds."""
     candidates = [Candidate(plan.skipped, plan, stored.pack) for plan in plans if plan.skipped is not None]
     times = measure_layouts(candidates, LayoutTimer(_core.default_isa(), stored.pool, "int8", cold=True))
     *first, down = (settle(plan, times) for plan in plans)
-    if first[-1].layout != plans[-2].layout:
+    if kind == "exact" and first[-1].layout != plans[-2].layout:
         # Up that is read whole stays in one matrix with the gate.
         first = dense_plans(stored.shape)[:1]
     return [*first, down]
@@ -194,7 +192,7 @@ def measure(
             )
         plans = skipping_plans(shape, kind, sparsity, threads)
         if layout == "auto":
-            plans = _choose(stored, plans)
+            plans = _choose(stored, kind, plans)
         times, dense_bytes, sparse_bytes = _measure_level(stored, kind, plans, active, rng, x, rounds)
         dense_time, sparse_time = (statistics.median(column) for column in zip(*times, strict=True))
         share = float(np.mean([mask.mean() for mask in active]))
@@ -316,7 +314,7 @@ class _Runner:
         *first, down = matrices
         bias = np.where(fires, np.float32(_FIRES), np.float32(_RESTS))
         act = program.add_buffer(shape.intermediate)
-        if first[-1].layout != "neurons":
+        if kind == "dense" or (kind == "exact" and first[-1].layout != "neurons"):
             hidden = program.add_buffer(len(shape.first) * shape.intermediate)
             biases = np.concatenate([bias, np.zeros((len(shape.first) - 1) * shape.intermediate, np.float32)])
             program.op_linear(self._x, hidden, first, biases, "int8")

@@ -120,8 +120,10 @@ def plan_neurons(node: Node, ffn: NeuronFfn, weights: Weights, options: EngineOp
             whole.type, whole.codec, shape.inputs, outputs, rate_step(ffn.rate), ffn.assumed, axis="outputs"
         )
         why = "only the neurons listed are read" if ffn.listed else "neurons that do not fire are not read"
+        # Lists are obeyed in rows as well, which float weights do not have.
+        settled = ffn.listed and whole.layout != "rows"
         plans.append(
-            replace(whole, weights=(name,), layout="neurons", chunk=0, why=why, skipped=None if ffn.listed else skipped)
+            replace(whole, weights=(name,), layout="neurons", chunk=0, why=why, skipped=None if settled else skipped)
         )
     return plans
 
