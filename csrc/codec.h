@@ -140,7 +140,9 @@ struct Matrix {
                                  static_cast<size_t>(blocks() * block_scale_bytes(codec));
   }
   THINFER_INLINE_MEMBER const uint8_t* row_data(int r) const { return data + static_cast<size_t>(r) * row_bytes(); }
-  THINFER_INLINE_MEMBER const uint8_t* tile_data(int t) const { return data + static_cast<size_t>(t) * blocks() * rows_record_bytes(codec); }
+  // Of the rows layout.
+  THINFER_INLINE_MEMBER size_t tile_bytes() const { return static_cast<size_t>(blocks()) * static_cast<size_t>(rows_record_bytes(codec)); }
+  THINFER_INLINE_MEMBER const uint8_t* tile_data(int t) const { return data + static_cast<size_t>(t) * tile_bytes(); }
 };
 
 }  // namespace thinfer

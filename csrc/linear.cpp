@@ -39,8 +39,6 @@ void add_segments(const float* partial, int segments, ptrdiff_t stride, int outp
   }
 }
 
-size_t record_bytes(const Matrix& w) { return static_cast<size_t>(w.blocks()) * static_cast<size_t>(rows_record_bytes(w.codec)); }
-
 }  // namespace
 
 LinearOp::LinearOp(Isa isa, int in, int out, std::vector<std::shared_ptr<const PackedMatrix>> parts,
@@ -239,7 +237,7 @@ void LinearOp::run_part(const Part& part, int begin, int end, Context& context) 
     run_gemv(part, begin, end, y, context);
   } else if (w.layout == Layout::rows) {
     kernels_.rows_gemm(w, quantized(batch), y, ldy, begin, end, context.scratch);
-    context.counters->bytes_read += record_bytes(w) * static_cast<size_t>(end - begin);
+    context.counters->bytes_read += w.tile_bytes() * static_cast<size_t>(end - begin);
   } else if (united(batch)) {
     for (int item = begin; item < end; ++item) {
       const int segment = item / w.chunks(), c = item % w.chunks();
@@ -257,7 +255,7 @@ void LinearOp::run_gemv(const Part& part, int begin, int end, float* y, Context&
   const QuantizedRows x = quantized(context.batch);
   if (w.layout == Layout::rows) {
     kernels_.rows_gemv(w, x, y, begin, end);
-    context.counters->bytes_read += record_bytes(w) * static_cast<size_t>(end - begin);
+    context.counters->bytes_read += w.tile_bytes() * static_cast<size_t>(end - begin);
     return;
   }
   for (int item = begin; item < end;) {

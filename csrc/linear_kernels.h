@@ -33,7 +33,7 @@ struct ActiveChannels {
   ActiveChannels from(int group) const { return {quads + 2 * group, channel + kGroup * group, q + kGroup * group}; }
 };
 
-constexpr int kFetchBlocks = 8;  // blocks of 64 outputs whose channels' cache lines are fetched together
+constexpr int kFetchBlocks = 8;  // blocks of 64 outputs of a channel that begin and end with whole cache lines, all its planes
 
 struct LinearKernels {
   // x [inputs] -> row `row` of `out`. Inputs with |x| * channel_scale <= threshold become 0 first (threshold < 0: none;

@@ -9,7 +9,7 @@ namespace thinfer {
 // Asked for before the op that computes them: by a caller, or by an op that runs earlier in the program.
 struct NeuronLists {
   bool given = false;
-  std::vector<int32_t> ids;      // ascending for each row of the batch
+  std::vector<int32_t> ids;      // for each row of the batch ascending from 0 or above
   std::vector<int32_t> offsets;  // row r has ids[offsets[r], offsets[r + 1])
   int rows() const { return static_cast<int>(offsets.size()) - 1; }
 };

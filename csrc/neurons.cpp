@@ -60,6 +60,7 @@ NeuronsOp::NeuronsOp(Isa isa, NeuronParts parts, int out, Act act, Activations a
     if (w.inputs != inputs_ || w.outputs != neurons_) throw std::invalid_argument("gate and up must have the same shape");
     floats_ = floats_ || is_float(w.codec);
   }
+  for (int id = static_cast<int>(storage_->all.size()); id < neurons_; ++id) storage_->all.push_back(id);
   for (const auto* bias : {&parts_.gate_bias, &parts_.up_bias}) {
     if (!bias->empty() && static_cast<int>(bias->size()) != neurons_) throw std::invalid_argument("bias needs one float a neuron");
   }
@@ -168,7 +169,6 @@ void NeuronsOp::prepare(const Batch& batch) {
   checked_ = listed() && check_every_ > 0 && batch.step % check_every_ == check_turn_ && batch.any_sparse();
   if (checked_) grow(s.fired, rows * static_cast<size_t>(words()));
   if (listed()) check_range(n);
-  for (int id = static_cast<int>(s.all.size()); id < neurons_; ++id) s.all.push_back(id);
   if (listed() && (n != 1 || beyond_lists())) list_wanted(n);
   if (parts_.gate) {
     if (in_rows(parts_.gate)) {
@@ -221,8 +221,8 @@ void NeuronsOp::prepare_piece(int row, int piece, Context& context) {
   const int n = rows(context.batch);
   float* masked = floats_ ? shared_->masked.data() + at : nullptr;
   prepare_inputs(linear_, threshold_, sparse, context.buffers[parts_.x] + at, from, count, masked, quantized(n), row);
-  const bool some = (parts_.gate && !in_rows(parts_.gate)) || (parts_.up && !in_rows(parts_.up));
-  if (!floats_ && n == 1 && some) arrange(from / kGroup, (from + count) / kGroup);
+  const bool arranged = (parts_.gate && !in_rows(parts_.gate)) || (parts_.up && !in_rows(parts_.up));
+  if (!floats_ && n == 1 && arranged) arrange(from / kGroup, (from + count) / kGroup);
 }
 
 // Groups [begin, end) of the single row of a step in the order of the neurons layout; groups past the last one are 0.
@@ -262,7 +262,7 @@ void NeuronsOp::compute(const PackedMatrix& matrix, const RowIds& all, int begin
     } else {
       linear_.rows_gemm(w, quantized(n), y, ldy, first, last, context.scratch);
     }
-    context.counters->bytes_read += static_cast<size_t>(w.blocks()) * static_cast<size_t>(rows_record_bytes(w.codec)) * static_cast<size_t>(last - first);
+    context.counters->bytes_read += w.tile_bytes() * static_cast<size_t>(last - first);
     return;
   }
   const RowIds some{all.ids + begin, end - begin, all.count - end};
@@ -283,8 +283,7 @@ void NeuronsOp::run_gate(int begin, int end, Context& context) {
   const int first = begin * kTile, last = std::min(end * kTile, gate_count_), n = rows(context.batch);
   const bool whole = in_rows(parts_.gate);
   compute(*parts_.gate, {gate_ids_, gate_count_}, first, last, whole ? storage_->gate.data() : storage_->values.data(), context);
-  // Of what was computed is the row's own; where the lists do not decide what is computed, they do afterwards.
-  const bool all = !listed() || beyond_lists() || n == 1;
+  const bool all = !listed() || checked_ || n == 1;  // what was computed is the row's own, or kept for the check
   for (int row = 0; row < n; ++row) {
     float* gate = gate_row(row, context);
     if (whole) {

@@ -1,7 +1,7 @@
 // FFN neurons that do not fire: out = act(gate x) * (up x), computed for some neurons only.
 //
-// Which are active follows from a list that somebody gave, or from act(gate x) not being 0, or from both. Only the rows of
-// `up` that belong to active neurons are read. A row of a batch keeps its own set; the weights of the union are read once.
+// Which are active follows from a list that somebody gave, or from act(gate x) not being 0, or from both. Of
+// `up` in the neurons layout only the rows that belong to active neurons are read. A row of a batch keeps its own set; the weights of the union are read once.
 #pragma once
 
 #include <memory>
@@ -34,7 +34,7 @@ struct NeuronStorage {
 struct NeuronParts {
   int x = -1;
   int gate_buffer = -1;                      // gate x, computed before; or
-  std::shared_ptr<const PackedMatrix> gate;  // computed here for the neurons listed, or all when no list is given
+  std::shared_ptr<const PackedMatrix> gate;  // computed here: in the neurons layout for those listed, if there are lists
   std::shared_ptr<const PackedMatrix> up;    // null: out = act(gate x)
   std::vector<float> gate_bias, up_bias;     // empty, or one float a neuron
   std::shared_ptr<NeuronLists> lists;        // null: none is ever given

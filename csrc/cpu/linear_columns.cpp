@@ -18,7 +18,7 @@ struct Channels {
     for (int i = 0; i < n; i += 4) {
       for (int j = i; j < i + 4; ++j) {
         at[j] = first + size * channel[j];
-        distinct += j == i || channel[j] != channel[j - 1];
+        distinct += j == i || channel[j] != channel[j - 1];  // a quad is never padding alone
       }
     }
   }
@@ -35,27 +35,28 @@ struct Quads {
 };
 
 // Blocks of outputs from those that are multiplied to those whose cache lines are fetched, past the end of a group in the
-// next one. Without fetching a core waits for memory, as the channels that are read follow no pattern; a whole group ahead
-// the first-level cache would lose a part of them before they are used, and to get them back takes the buffers that memory
-// needs.
+// next one. Without fetching a core waits for memory, as the channels that are read follow no pattern; a whole group ahead,
+// lines leave the first-level cache before they are used, and fetching them again takes line fill buffers from memory.
 constexpr int kAheadBlocks = 16;
 
-// A group's channels and the block of outputs at which they will be read.
+// A group's channels and the block of outputs at which they will be read; `last`: the step that ends the group.
 struct Place {
   const Channels& channels;
   int block64;
+  bool last;
 };
 
-// Of a group's channels, those that are read next, `kAheadBlocks` after the block that is multiplied.
+// The order in which a group's blocks of outputs are passed, and the next group's after it.
 struct Sweep {
   const Channels &here, &next;
-  int begin, end;  // blocks
+  int begin, blocks, ahead;
 
+  THINFER_INLINE_MEMBER Sweep(const Channels& group, const Channels& after, int first, int end)
+      : here(group), next(after), begin(first), blocks((end - first + 1) & ~1), ahead(blocks < kAheadBlocks ? blocks : kAheadBlocks) {}
+  // What is read `ahead` blocks later: in steps of one block or of two each block is met once.
   THINFER_INLINE_MEMBER Place after(int block64) const {
-    // In whole fetches, so that each line is fetched once.
-    const int blocks = (end - begin + kFetchBlocks - 1) / kFetchBlocks * kFetchBlocks;
-    const int ahead = block64 + (blocks > kAheadBlocks ? kAheadBlocks : blocks);
-    return ahead < begin + blocks ? Place{here, ahead} : Place{next, ahead - blocks};
+    const int at = block64 - begin + ahead, wrapped = at < blocks ? at : at - blocks;
+    return {at < blocks ? here : next, begin + wrapped, wrapped + 2 >= blocks};
   }
 };
 
@@ -75,7 +76,8 @@ struct Upcoming {
     const unsigned step = static_cast<unsigned>(next.block64) % kPair / blocks, count = static_cast<unsigned>(next.channels.count);
     const size_t line = record.nibbles(next.block64 & -kPair);
     const size_t second = line + 64 < record.channel() ? line + 64 : line;
-    return {next.channels.at + count * step / kSteps, next.channels.at + count * (step + 1) / kSteps, line, second};
+    const unsigned end = next.last ? count : count * (step + 1) / kSteps;  // a group may end inside a pair of lines
+    return {next.channels.at + count * step / kSteps, next.channels.at + end, line, second};
   }
   THINFER_INLINE_MEMBER void fetch_one() {
     if (channel == end) return;
@@ -197,7 +199,8 @@ THINFER_INLINE void fetch_scales_and_high(const Place& next, const ColumnsRecord
   constexpr int bits = kBits<codec>;
   constexpr size_t kPlane = traits(codec).block == 32 ? 2 : 1;
   constexpr size_t kPlanes = static_cast<size_t>(group_scale_bytes(codec)) / kPlane;
-  const auto& [channels, block64] = next;
+  const Channels& channels = next.channels;
+  const int block64 = next.block64;
   if (channels.count == 0) return;
   const uint8_t* scales = channels.scales + kPlane * kOutBlock * static_cast<size_t>(block64);
   for (size_t plane = 0; plane < kPlanes; ++plane) {
@@ -237,46 +240,48 @@ size_t gemv(const Matrix& w, const QuantizedRows& x, const ActiveChannels& activ
             int block_begin, int block_end) {
   constexpr int kGroups = groups_per_block(codec);
   const int width = w.chunk_width(chunk), outputs = kOutBlock * (block_end - block_begin);
-  ColumnsRecord<codec> record{w.chunk_data(chunk), static_cast<size_t>(width)};
-  const size_t size = record.channel();
-  record.p += static_cast<size_t>(w.segment_begin(segment)) * record.bytes();
+  const ColumnsRecord<codec> start{w.chunk_data(chunk), static_cast<size_t>(width)};
+  const auto record_of = [&](int group) __attribute__((always_inline)) {
+    return ColumnsRecord<codec>{start.p + static_cast<size_t>(group / kGroups) * start.bytes(), start.width};
+  };
   for (int i = 0; i < outputs; i += 16) store(y + kOutBlock * block_begin + i, zero());
-  size_t bytes = 0;
   const int last = w.segment_begin(segment + 1) * kGroups;
-  const auto list = [&](int group, const ColumnsRecord<codec>& of, int g, Channels& out) __attribute__((always_inline)) {
-    out.scales = of.group(g);
-    const int count = 4 * (active.quads[2 * group] + active.quads[2 * group + 1]);
-    out.list(of.channels(g), size, active.channel + kGroup * group, count);
+  // The next group some channel of which is read.
+  const auto list_from = [&](int group, Channels& out) __attribute__((always_inline)) {
+    while (group < last && active.quads[2 * group] + active.quads[2 * group + 1] == 0) ++group;
+    out.count = 0;
+    if (group >= last) return group;
+    const ColumnsRecord<codec> record = record_of(group);
+    out.scales = record.group(group % kGroups);
+    out.list(record.channels(group % kGroups), record.channel(), active.channel + kGroup * group,
+             4 * (active.quads[2 * group] + active.quads[2 * group + 1]));
+    return group;
   };
   Channels lists[2];
-  list(w.segment_begin(segment) * kGroups, record, 0, lists[w.segment_begin(segment) * kGroups % 2]);
-  for (int block = w.segment_begin(segment); block < w.segment_begin(segment + 1); ++block) {
-    bool block_read = false;
-    const ColumnsRecord<codec> after{record.p + record.bytes(), record.width};
-    for (int g = 0; g < kGroups; ++g) {
-      const int group = block * kGroups + g;
-      const Channels& here = lists[group % 2];
-      Channels& next = lists[(group + 1) % 2];
-      next.count = 0;
-      if (group + 1 < last) list(group + 1, g + 1 < kGroups ? record : after, g + 1 < kGroups ? g + 1 : 0, next);
-      if (here.count == 0) continue;
-      block_read = true;
-      const size_t at = static_cast<size_t>(group) * static_cast<size_t>(x.stride);
-      const int first_quads = active.quads[2 * group];
-      const Quads quads{here.at, active.q + kGroup * group, here.count / 4};
-      const GroupInput in{x.scale[at], x.bias[at], {x.sums[2 * at], x.sums[2 * at + 1]}};
-      const Sweep sweep{here, next, block_begin, block_end};
-      int b = block_begin;
+  size_t bytes = 0;
+  int turn = 0, block = -1;
+  for (int group = list_from(w.segment_begin(segment) * kGroups, lists[0]); group < last; turn ^= 1) {
+    const Channels& here = lists[turn];
+    Channels& next = lists[turn ^ 1];
+    const int after = list_from(group + 1, next);
+    const ColumnsRecord<codec> record = record_of(group);
+    const int g = group % kGroups;
+    const size_t at = static_cast<size_t>(group) * static_cast<size_t>(x.stride);
+    const int first_quads = active.quads[2 * group];
+    const Quads quads{here.at, active.q + kGroup * group, here.count / 4};
+    const GroupInput in{x.scale[at], x.bias[at], {x.sums[2 * at], x.sums[2 * at + 1]}};
+    const Sweep sweep(here, next, block_begin, block_end);
+    int b = block_begin;
 #if defined(THINFER_ISA_AVX512)
-      if constexpr (kBits<codec> != 8) {
-        for (; b + 2 <= block_end; b += 2) add_blocks<codec, PairDots<codec>>(quads, first_quads, sweep, record, g, b, in, y);
-      }
-#endif
-      for (; b < block_end; ++b) add_blocks<codec, BlockDots<codec>>(quads, first_quads, sweep, record, g, b, in, y);
-      bytes += static_cast<size_t>(channel_bytes(codec, outputs) * here.distinct + outputs * group_scale_bytes(codec));
+    if constexpr (kBits<codec> != 8) {
+      for (; b + 2 <= block_end; b += 2) add_blocks<codec, PairDots<codec>>(quads, first_quads, sweep, record, g, b, in, y);
     }
-    if (block_read) bytes += static_cast<size_t>(outputs * block_scale_bytes(codec));
-    record.p += record.bytes();
+#endif
+    for (; b < block_end; ++b) add_blocks<codec, BlockDots<codec>>(quads, first_quads, sweep, record, g, b, in, y);
+    bytes += static_cast<size_t>(channel_bytes(codec, outputs) * here.distinct + outputs * group_scale_bytes(codec));
+    if (group / kGroups != block) bytes += static_cast<size_t>(outputs * block_scale_bytes(codec));
+    block = group / kGroups;
+    group = after;
   }
   return bytes;
 }

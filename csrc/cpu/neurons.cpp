@@ -88,7 +88,7 @@ struct RecordInputs {
           TwiceInputs(q + 128), TwiceInputs(q + 160), TwiceInputs(q + 192), TwiceInputs(q + 224)} {}
 };
 
-// Of 4 bits and one scale a group. A sum without its offset is at most 32 * 8 * 127: 16 bits hold it.
+// Of 4 bits and one scale a group. The sum of a group's (q - 8) * x is at most 32 * 8 * 127: 16 bits hold it.
 void gemv_tile_u4_d(const Matrix& w, const NeuronInput& x, const TilePair& tile, float* y, int count) {
   static_assert(kGroup * traits(Codec::u4_d).offset * 127 <= 32767);
   constexpr size_t kFull = static_cast<size_t>(neurons_record_bytes(Codec::u4_d, kSuper));
@@ -257,11 +257,13 @@ void gemm_tile(const Matrix& w, const QuantizedRows& x, const TilePair& tile, in
 
 void neurons_gemv(const Matrix& w, const NeuronInput& x, const RowIds& rows, float* y, uint8_t* scratch) {
   each_tile(w, rows, [&](const TilePair& tile, int first, int here) __attribute__((always_inline)) {
-    if (w.codec == Codec::u4_d) {
-      gemv_tile_u4_d(w, x, tile, y + first, here);
-    } else {
-      THINFER_FOR_CODEC(w.codec, gemv_tile<codec>(w, x, tile, reinterpret_cast<float*>(scratch), y + first, here));
-    }
+    THINFER_FOR_CODEC(w.codec, {
+      if constexpr (codec == Codec::u4_d) {
+        gemv_tile_u4_d(w, x, tile, y + first, here);
+      } else {
+        gemv_tile<codec>(w, x, tile, reinterpret_cast<float*>(scratch), y + first, here);
+      }
+    });
   });
 }
 void neurons_gemm(const Matrix& w, const QuantizedRows& x, const RowIds& rows, float* y, int ldy, uint8_t* scratch) {

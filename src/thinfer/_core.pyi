@@ -216,7 +216,7 @@ class Program:
         """
         out = act(gate x) * (up x) for the neurons listed whose act(gate x) is not 0, 0 elsewhere; without up act(gate x).
 
-        act and threshold as in op_gated_act. The gate is a buffer computed before, or a matrix; matrices are in the neurons layout. Returns the op's index.
+        act and threshold as in op_gated_act. The gate is a buffer computed before, or a matrix; matrices are in the neurons layout, or in rows, which are read whole. Returns the op's index.
         """
 
     def op_pick_neurons(self, scores: int, threshold: float, lists: NeuronLists) -> int:

@@ -11,6 +11,7 @@ from thinfer.core.active_set import ActiveSet
 from thinfer.core.graph import split_ffn
 from thinfer.core.neuron_selector import NeuronPredictor, NeuronSelector, StoredMatrix
 from thinfer.core.selector import ThresholdSelector
+from thinfer.engine import cpu
 from thinfer.engine.options import EngineOptions
 from thinfer.engine.runtime import Engine, Work
 from thinfer.errors import UnsupportedError, UsageError
@@ -184,6 +185,38 @@ def test_given_lists_agree_with_the_reference(tmp_path, act):
             for layer in range(tiny_llama.LAYERS):
                 native.set_active(layer, None)
             assert np.abs(all_logits(native) - free).max() < 1e-3
+
+
+@pytest.mark.parametrize("activations", ["int8", "f32"])
+def test_lists_are_obeyed_where_skipping_is_slower(model, monkeypatch, activations):
+    # Nothing timed: all of it lies in rows.
+    monkeypatch.setattr(cpu, "measure_layouts", lambda candidates, timer: {})
+    selector = NeuronSelector("given", rates=dict.fromkeys(range(tiny_llama.LAYERS), 0.1))
+    options = {"weights": "q4", "activations": activations, "neurons": selector, "layout": "auto"}
+    with make_engine(model, **options) as some, make_engine(model, mode="auto", **options) as whole:
+        assert {packed.layout for packed in whole.executor.linears if packed.site.endswith("gate_up")} == {"rows"}
+        free = all_logits(some, sparse=True)
+        for layer, active in enumerate(random_lists(len(IDS))):
+            some.set_active(layer, active)
+            whole.set_active(layer, active)
+        listed = all_logits(some, sparse=True)
+        assert np.array_equal(all_logits(whole, sparse=True), listed)
+        assert not np.array_equal(listed, free)
+        for layer in range(tiny_llama.LAYERS):
+            some.set_active(layer, None)
+            whole.set_active(layer, None)
+        assert np.array_equal(all_logits(whole, sparse=True), free)
+        for layer, active in enumerate(random_lists(1)):
+            some.set_active(layer, active)
+            whole.set_active(layer, active)
+        assert np.array_equal(decoded(whole, sparse=True), decoded(some, sparse=True))
+        densities = [engine.usage().sites["layers.1.gate_up"] for engine in (some, whole)]
+        assert densities[0].active == densities[1].active < densities[0].total
+
+
+def test_how_long_lists_will_be_is_not_guessed(model):
+    with make_engine(model, mode="auto", layout="auto", weights="q4", neurons=NeuronSelector("given")) as engine:
+        assert {packed.layout for packed in engine.executor.linears if packed.site.endswith("gate_up")} == {"neurons"}
 
 
 def test_a_list_of_all_neurons_is_dense_to_the_bit(model):

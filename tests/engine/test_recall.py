@@ -14,6 +14,7 @@ from thinfer.core.neuron_selector import NeuronSelector
 from thinfer.core.predictor import selector_of
 from thinfer.core.sampling import SamplingParams
 from thinfer.core.selector import ThresholdSelector
+from thinfer.engine import cpu
 from thinfer.engine.llm import LLM
 from thinfer.engine.options import EngineOptions
 from thinfer.engine.predictors import Scorer
@@ -25,7 +26,7 @@ from thinfer.models.loader import load_model
 pytest.importorskip("thinfer._core")
 
 IDS = np.random.default_rng(4).integers(0, 256, 40).tolist()
-FLOAT = {"activations": "f32", "kv_type": "f32", "threads": 1}
+FLOAT = {"activations": "f32", "kv_type": "f32", "threads": 1, "neurons": "skip"}
 LAYERS = range(tiny_llama.LAYERS)
 BAD, EVERYTHING = 1.0, -1e30
 
@@ -50,7 +51,8 @@ def model(base):
 
 
 def neurons(model, threshold, layers=LAYERS):
-    return selector_of([make_predictor(model, "neurons", layer, threshold=threshold) for layer in layers])
+    predictors = [make_predictor(model, "neurons", layer, threshold=threshold) for layer in layers]
+    return selector_of(predictors, rates=dict.fromkeys(layers, 0.5))
 
 
 def make_engine(model, selector, **options):
@@ -135,10 +137,25 @@ def test_a_layer_is_sampled_once_in_so_many_steps_and_no_two_together(model, opt
         assert np.diff(places).tolist() == [steps, steps]
 
 
+@pytest.mark.parametrize("activations", ["int8", "f32"])
+def test_it_is_the_same_where_all_rows_are_read(model, monkeypatch, activations):
+    monkeypatch.setattr(cpu, "measure_layouts", lambda candidates, timer: {})  # nothing timed: all of it lies in rows
+    results, found = [], []
+    for mode in ("skip", "auto"):
+        options = {"weights": "q4", "activations": activations, "neurons": mode}
+        with make_engine(model, neurons(model, BAD), recall_steps=2, **options) as engine:
+            layouts = {packed.layout for packed in engine.executor.linears if packed.site.endswith("gate_up")}
+            assert layouts == {"neurons" if mode == "skip" else "rows"}
+            results.append(decode(engine))
+            found.append(found_by_site(engine))
+    assert np.array_equal(results[0], results[1])
+    assert found[0] == found[1] != {}
+
+
 @pytest.mark.parametrize("weights", ["stored", "q4"])
 @pytest.mark.parametrize("activations", ["int8", "f32"])
 def test_sampling_changes_no_bit(model, weights, activations):
-    options = {"weights": weights, "activations": activations, "kv_type": "f16", "layout": "columns", "neurons": "skip"}
+    options = {"weights": weights, "activations": activations, "kv_type": "f16", "layout": "columns"}
     results, usages = [], []
     for steps in (0, 1, 3):
         with make_engine(model, neurons(model, BAD), recall_steps=steps, **options) as engine:

@@ -76,7 +76,7 @@ def packed(stored, inputs=INPUTS, segments=1, seed=0, neurons=NEURONS):
 
 def inputs_of(stored):
     """Inputs whose groups end in a whole record, in one group, and between (types of blocks of 256: whole ones)."""
-    return (1024, 768) if stored.endswith("_K") else (1024, 1056, 576)
+    return (1024, 768) if stored.endswith("_K") else (1024, 1056, 576, 480, 224)
 
 
 def rows_of(rng, rows, inputs=INPUTS):
@@ -221,8 +221,10 @@ def test_threads_change_no_bit(isa, stored):
 
 
 def test_worst_values_do_not_saturate(isa):
-    """All quants at their ends against activations of ±127: int16 sums at their widest."""
-    x = np.ones((1, INPUTS), np.float32) * np.where(np.arange(INPUTS) % 3 == 0, -1, 1).astype(np.float32)
+    """All quants at their ends against activations of ±127: int16 sums at their widest, with their offset and without."""
+    every = np.arange(INPUTS)
+    signs = np.stack([every >= 0, every < 0, every % 3 > 0, every % 2 > 0, every // 2 % 2 > 0, every // 4 % 2 > 0])
+    xs = np.where(signs, 1, -1).astype(np.float32)
     for stored in QUANTISED:
         raw, _ = weights(stored)
         for byte in (0x00, 0xFF, 0x80, 0x7F):
@@ -237,8 +239,9 @@ def test_worst_values_do_not_saturate(isa):
             view[..., quants] = byte
             neurons = pack([(blocks, stored)], INPUTS, "neurons", 0, 1)
             rows = pack([(blocks, stored)], INPUTS)
-            expected = Linear(isa, [rows], INPUTS, NEURONS)(x)
-            bits_equal(Neurons(isa, neurons)(x, np.ones((1, NEURONS), np.float32)), expected)
+            dense, op = Linear(isa, [rows], INPUTS, NEURONS), Neurons(isa, neurons)
+            for x in xs[:, None]:
+                bits_equal(op(x, np.ones((1, NEURONS), np.float32)), dense(x))
 
 
 def test_a_predictor_lists_what_scores_above_its_threshold_in_sparse_rows(isa):
@@ -330,7 +333,9 @@ def test_lists_over_matrices_that_are_read_whole_give_the_same_bits(isa, stored,
 
     def op(layouts):
         gate, up = (
-            None if layout is None else pack([(weights(stored, NEURONS, INPUTS, seed)[0], stored)], INPUTS, layout, 0, 2)
+            None
+            if layout is None
+            else pack([(weights(stored, NEURONS, INPUTS, seed)[0], stored)], INPUTS, layout, 0, 2)
             for seed, layout in zip((1, 0), layouts, strict=True)
         )
         biases = {"gate_bias": bias, "up_bias": None if up is None else bias}

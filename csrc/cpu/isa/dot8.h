@@ -182,7 +182,8 @@ struct Dot8 {
 
 #endif
 
-// Lists the set bits of 16 as channels `first` and up, and their quants; returns how many there are. Writes 16 of each.
+// Lists the set bits of 16 as channels `first` and up, and their quants; returns how many there are. Needs room for
+// 16 of each.
 THINFER_INLINE int list_used(uint32_t used, int first, const int8_t* q, uint8_t* channel, int8_t* value) {
 #if defined(THINFER_ISA_AVX512)
   const auto mask = static_cast<__mmask16>(used);

@@ -1,5 +1,5 @@
 // Sums of sixteen rows of the neurons layout by eight groups, which fit 16 bits, and their scales: from a row in each half
-// vector to a row in each lane. Half as wide as floats they take half the shuffles.
+// vector to a row in each lane. Half as wide as floats they take half the shuffles. NibbleDot makes the sums.
 #pragma once
 
 #include "cpu/isa/row_pair.h"

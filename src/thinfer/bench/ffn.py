@@ -50,7 +50,7 @@ COLUMNS = {
 }
 """Names of a row's values, and how wide they are shown."""
 
-_FIRES, _RESTS = 1e5, -1e5
+_FIRES, _RESTS = 1e5, -1e5  # far beyond what any stored type's random rows give
 _COPIES = 4
 _WAKE_OPS = 8
 _PREDICTOR_RANK = 512
@@ -126,7 +126,8 @@ def skipping_plans(shape: FfnShape, kind: ListKind, sparsity: float, threads: in
     whole, down = dense_plans(shape)
     floats, rate = shape.type in FLOAT_BITS, rate_step(sparsity)
     channels = Skipped(shape.type, None, shape.intermediate, shape.hidden, rate)
-    neurons = Skipped(shape.type, None, shape.hidden, shape.intermediate, rate, axis="outputs")
+    listed = kind != "exact"
+    neurons = Skipped(shape.type, None, shape.hidden, shape.intermediate, rate, axis="outputs", listed=listed)
     down = replace(
         down,
         layout="columns",
@@ -134,7 +135,7 @@ def skipping_plans(shape: FfnShape, kind: ListKind, sparsity: float, threads: in
         skipped=None if floats else channels,  # float weights have columns only
     )
     skipping = [replace(whole, weights=(name,), layout="neurons", chunk=0, skipped=neurons) for name in shape.first]
-    if kind != "exact":
+    if listed:
         # Lists are obeyed in rows as well, which float weights do not have.
         return [*(replace(plan, skipped=None if floats else neurons) for plan in skipping), down]
     if not shape.gated:

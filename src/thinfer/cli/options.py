@@ -119,7 +119,7 @@ NeuronsOption = Annotated[
     typer.Option(
         "--neurons",
         envvar="THINFER_NEURONS",
-        help="Of ReLU models: skip reads up only for neurons that fire, off reads all; auto times both.",
+        help="Of ReLU models: skip reads only neurons that fire (or are predicted), off reads all; auto times both.",
     ),
 ]
 ChatTemplate = Annotated[

@@ -299,8 +299,8 @@ class CpuExecutor:
                 gate, _ = neuron_nodes(self._graph.nodes, ffn)
                 if gate is not None and ffn.gated:
                     plans += [(gate, p) for p in self._linear_plans(gate, selector)]
-                timed = plan_neurons(node, ffn, self._model.weights, self._options)
-                plans += [(node, p) for p in (timed if ffn.listed else timed[1:])]
+                skipping = plan_neurons(node, ffn, self._model.weights, self._options)
+                plans += [(node, p) for p in (skipping if ffn.listed else skipping[1:])]
         candidates = [Candidate(p.skipped, p, partial(self._pack, node)) for node, p in plans if p.skipped is not None]
         begin = time.perf_counter()
         cold = exceeds_caches(self._model.checkpoint.size_bytes)

@@ -84,7 +84,7 @@ def settle(plan: MatrixPlan, times: Mapping[Skipped, LayoutTimes]) -> MatrixPlan
         return plan
     measured = times.get(plan.skipped)
     if measured is None:
-        return plan.as_rows("dropped channels are read: there was no time to measure whether skipping is faster")
+        return plan.as_rows("what is dropped is read: there was no time to measure whether skipping is faster")
     why = f"{measured} at {plan.skipped}"
     return replace(plan, why=why) if measured.columns_win else plan.as_rows(why)
 
@@ -148,16 +148,16 @@ class LayoutTimer:
         piece = min(copies, max(1, -(-_PIECE_BYTES // rows[0].nbytes)))
         program = _core.Program(self._isa, self._pool, 1)
         x, y = program.add_buffer(inputs), program.add_buffer(candidate.skipped.outputs)
-        for matrix in rows:
-            program.op_linear(x, y, [matrix], None, self._activations)
-        neurons = plan.layout == "neurons"
-        gate = program.add_buffer(candidate.skipped.outputs)
-        for matrix in columns:
-            if neurons:
+        neurons, listed = plan.layout == "neurons", candidate.skipped.listed
+        gate, lists = program.add_buffer(candidate.skipped.outputs), _core.NeuronLists()
+        for matrix in (*rows, *columns):
+            if listed:
+                program.op_neurons(x, y, "relu", 0.0, self._activations, None, matrix, None, None, None, lists)
+            elif neurons and matrix.layout == "neurons":
                 program.op_neurons(x, y, "relu", 0.0, self._activations, gate, None, matrix, None, None, None)
             else:
                 program.op_linear(x, y, [matrix], None, self._activations)
-        # Of neurons the gate decides: what is dropped there does not fire.
+        # Of neurons the gate decides: what is dropped there does not fire; or the list.
         decides, other = (gate, x) if neurons else (x, gate)
         activations = [_activations(program.buffer(decides).shape[1], rate, positive=neurons) for rate in rates]
         program.buffer(other)[0] = _activations(program.buffer(other).shape[1], 0.0)
@@ -168,7 +168,10 @@ class LayoutTimer:
                 break
             first = max(turn, 0) % max(1, copies // piece) * piece
             for index in range(len(rates) + 1):
-                program.buffer(decides)[0] = activations[max(index - 1, 0)]
+                program.buffer(decides)[0] = values = activations[max(index - 1, 0)]
+                if listed:
+                    ids = np.flatnonzero(values).astype(np.int32)
+                    lists.set(ids, np.array([0, len(ids)], np.int32))
                 start = first + (copies if index else 0)
                 if self._cold:
                     for matrix in (*rows, *columns)[start : start + piece]:

@@ -1,7 +1,8 @@
 """FFNs whose neurons are skipped: which they are, how gate and up lie in memory, and their nodes for an executor.
 
 An FFN gate|up -> activation -> down becomes gate -> neurons -> down: `neurons` computes up for what fired. Where
-neurons are listed beforehand (by a caller or a predictor) it computes the gate as well, for those alone.
+neurons are listed beforehand (by a caller or a predictor) it computes the gate as well, for those alone or, where that is
+faster, for all of them: what is not listed is 0 all the same.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def zero_sites(
 
 
 def plan_neurons(node: Node, ffn: NeuronFfn, weights: Weights, options: EngineOptions) -> list[MatrixPlan]:
-    """Gate and up (or up alone) of an FFN in the neurons layout, one matrix each.
+    """Gate and up (or up alone) of an FFN in the neurons layout, one matrix each; `skipped` where rows may be faster.
 
     Segments are those of the dense plan, so that results are the same to the bit.
     """
@@ -116,12 +117,19 @@ def plan_neurons(node: Node, ffn: NeuronFfn, weights: Weights, options: EngineOp
     for name in node.weights:
         (whole,) = (plan for plan in dense if name in plan.weights)
         outputs = shape.outputs(name)
-        skipped = Skipped(
-            whole.type, whole.codec, shape.inputs, outputs, rate_step(ffn.rate), ffn.assumed, axis="outputs"
-        )
         why = "only the neurons listed are read" if ffn.listed else "neurons that do not fire are not read"
-        # Lists are obeyed in rows as well, which float weights do not have.
-        settled = ffn.listed and whole.layout != "rows"
+        skipped = Skipped(
+            whole.type,
+            whole.codec,
+            shape.inputs,
+            outputs,
+            rate_step(ffn.rate),
+            ffn.assumed,
+            axis="outputs",
+            listed=ffn.listed,
+        )
+        # Lists are obeyed in rows as well, which float weights do not have. How long they will be is not guessed.
+        settled = ffn.listed and (ffn.assumed or whole.layout != "rows")
         plans.append(
             replace(whole, weights=(name,), layout="neurons", chunk=0, why=why, skipped=None if settled else skipped)
         )
@@ -172,7 +180,7 @@ def describe_neurons(ffns: Sequence[NeuronFfn], skipping: int, selector: NeuronS
     listed = sum(ffn.listed for ffn in ffns)
     parts = []
     if listed:
-        parts.append(f"{listed} layers compute only those {'predicted' if selector.predictors else 'listed'}")
+        parts.append(f"{listed} layers use only those {'predicted' if selector.predictors else 'listed'}")
     if len(ffns) > listed:
         parts.append(f"{len(ffns) - listed} layers have exact zeros, of {skipping} up is read for what fires")
     yield f"neurons   {selector.kind}: {'; '.join(parts)}"

@@ -44,6 +44,7 @@ class Skipped:
         rate: fraction of the channels (of outputs: of the rows) that is expected to be dropped, in steps of 0.05.
         assumed: the rate is a guess: the artifact does not say.
         axis: whether input channels are skipped or output rows.
+        listed: whether rows are listed beforehand, rather than found by a gate.
     """
 
     type: str
@@ -53,6 +54,7 @@ class Skipped:
     rate: float
     assumed: bool = field(default=False, compare=False)
     axis: Literal["inputs", "outputs"] = "inputs"
+    listed: bool = False
 
     def __str__(self) -> str:
         return f"{100 * self.rate:.0f} % skipped" + (" (assumed: the artifact does not say)" if self.assumed else "")
