@@ -221,7 +221,7 @@ def test_threads_change_no_bit(isa, stored):
 
 
 def test_worst_values_do_not_saturate(isa):
-    """All quants at their ends against activations of ±127: int16 sums at their widest, with their offset and without."""
+    """All quants at their ends against activations of ±127: int16 sums at their widest, with and without offset."""
     every = np.arange(INPUTS)
     signs = np.stack([every >= 0, every < 0, every % 3 > 0, every % 2 > 0, every // 2 % 2 > 0, every // 4 % 2 > 0])
     xs = np.where(signs, 1, -1).astype(np.float32)

@@ -1,8 +1,8 @@
 """FFNs whose neurons are skipped: which they are, how gate and up lie in memory, and their nodes for an executor.
 
 An FFN gate|up -> activation -> down becomes gate -> neurons -> down: `neurons` computes up for what fired. Where
-neurons are listed beforehand (by a caller or a predictor) it computes the gate as well, for those alone or, where that is
-faster, for all of them: what is not listed is 0 all the same.
+neurons are listed beforehand (by a caller or a predictor) it computes the gate as well, for those alone or,
+where that is faster, for all of them: what is not listed is 0 all the same.
 """
 
 from __future__ import annotations
