@@ -169,8 +169,9 @@ def measure(
     """Run the experiment; a row a sparsity (fraction of neurons that do not fire), see COLUMNS.
 
     ``layout`` "auto" chooses layouts at each sparsity as the engine does at load, by time; "skip" takes those of
-    skipping. In a row it names those of up (in one matrix with the gate unless it is "neurons") and of down, once where
-    they are the same; float weights that are read in order are in "columns" too, they have no rows.
+    skipping. In a row it names those of up and of down, once where they are the same: of up in "rows" all is read, and
+    with a list what is not named is 0 all the same. Float weights that are read in order are in "columns" too, they
+    have no rows.
 
     ``ratio_median`` is the median over rounds of dense time by sparse time; ``byte_ceiling`` the ratio of the bytes
     when nothing but the weights of active neurons is read; ``bytes_ratio`` that of the bytes the kernels counted

@@ -120,7 +120,7 @@ def measure_layouts(
 
 
 class LayoutTimer:
-    """Times the linear op of the engine over copies of a matrix, the two layouts taking turns.
+    """Times the engine's op that will read a matrix over copies of it, the two layouts taking turns.
 
     With `cold` the weights are dropped from the caches before each turn: those of a model larger than the caches come
     from memory, though these few copies would not.
