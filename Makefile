@@ -13,13 +13,14 @@ BUILD_INPUTS := pyproject.toml constraints.txt CMakeLists.txt $(shell find csrc 
 
 setup: $(STAMP)
 
-# The build tools go into .venv first, so that the build directory stays valid from one build to the next.
+# The build tools go into .venv first, so that the build directory stays valid from one build to the next; setuptools
+# among them, because a new .venv brings one too old for the extras that come as source.
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "thinfer needs Python 3.11 or newer: make setup PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 
 $(STAMP): $(BUILD_INPUTS) | $(BIN)/python
-	$(PIP) install -c constraints.txt scikit-build-core nanobind cmake ninja
+	$(PIP) install -c constraints.txt scikit-build-core nanobind cmake ninja setuptools
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@
 
