@@ -145,7 +145,7 @@ void pack_columns_block(const Matrix& w, const Rows& rows, int block64, uint8_t*
   const int in_chunk = block64 - chunk * (w.chunk / kOutBlock);
   const size_t width = static_cast<size_t>(w.chunk_width(chunk));
   const int bits = traits(w.codec).bits, groups = groups_per_block(w.codec);
-  const size_t channel = static_cast<size_t>(channel_bytes(w.codec, static_cast<int>(width)));
+  const size_t channel = channel_stride(w.codec, static_cast<int>(width));
   const size_t plane_bytes = traits(w.codec).block == 32 ? 2 : 1;
   const size_t out0 = static_cast<size_t>(in_chunk) * kOutBlock;
   uint8_t* record = data + (w.chunk_data(chunk) - w.data);

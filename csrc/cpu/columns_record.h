@@ -13,9 +13,8 @@ struct ColumnsRecord {
   size_t width;
 
   THINFER_INLINE_MEMBER size_t bytes() const { return columns_record_bytes(codec, static_cast<int>(width)); }
-  THINFER_INLINE_MEMBER size_t channel() const {
-    return static_cast<size_t>(channel_bytes(codec, static_cast<int>(width)));
-  }
+  // From a channel to the next.
+  THINFER_INLINE_MEMBER size_t channel() const { return channel_stride(codec, static_cast<int>(width)); }
   THINFER_INLINE_MEMBER const uint8_t* group(int g) const {
     return p + width * block_scale_bytes(codec) + columns_group_bytes(codec, static_cast<int>(width)) * static_cast<size_t>(g);
   }

@@ -7,6 +7,7 @@ With int8 activations each row of x is first rounded per group of 32 inputs: d =
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,29 +16,21 @@ from thinfer.kernels.case import Case, Float32, normal
 
 GROUP = 32
 
-# A matrix product's rounding may depend on its shape; products of always this many rows make each row independent
-# of how many other rows the batch has.
-_TILE = 16
-
-
 def reference(x: Float32, weights: Sequence[Float32], biases: Sequence[Float32 | None] = ()) -> Float32:
-    """The product in float32; a row of the result does not depend on the other rows of x."""
-    rows, width = x.shape
-    padded = np.zeros((-(-rows // _TILE) * _TILE, width), np.float32)
-    padded[:rows] = x
-    y = np.empty((len(padded), sum(len(w) for w in weights)), np.float32)
-    for top in range(0, len(padded), _TILE):
-        tile = slice(top, top + _TILE)
-        left = 0
-        for w in weights:
-            np.matmul(padded[tile], w.T, out=y[tile, left : left + len(w)])
-            left += len(w)
+    """The product in float32; a row of the result does not depend on the other rows of x.
+
+    One product a row: how a matrix product rounds a row may depend on the shape, and on the row's place in it.
+    """
+    y = np.empty((len(x), sum(len(w) for w in weights)), np.float32)
     left = 0
-    for w, bias in zip(weights, biases, strict=False):
+    for w, bias in zip_longest(weights, biases):
+        part = y[:, left : left + len(w)]
+        for row, result in zip(x, part, strict=True):
+            np.matmul(w, row, out=result)
         if bias is not None:
-            y[:, left : left + len(w)] += bias
+            part += bias
         left += len(w)
-    return y[:rows]
+    return y
 
 
 def native(isa: str, x: Float32, weights: Sequence[Float32], biases: Sequence[Float32 | None] = ()) -> Float32:
