@@ -119,6 +119,16 @@ def test_up_and_down_are_chosen_apart(monkeypatch, wins, layout):
     assert [row["layout"] for row in rows_of("--sparsity", "0.5")] == [layout]
 
 
+@pytest.mark.parametrize("layout", ["auto", "skip"])
+def test_a_predictor_that_reads_more_than_it_saves_is_left_out(asked, layout):
+    sizes = ["--hidden", "1024", "--intermediate", "4096", "-t", "1", "-r", "1", "-q"]
+    result = invoke(*sizes, "--list", "predictor", "--sparsity", "0,0.9", "--layout", layout, "-o", "json")
+    none, most = json.loads(result.output)
+    assert most["ran"] == "predictor"
+    assert none["ran"] == ("exact" if layout == "auto" else "predictor")
+    assert (none["bytes_ratio"] == 1) == (layout == "auto")
+
+
 def test_skip_times_nothing(asked):
     kinds = [option for kind in ("exact", "given", "predictor") for option in ("--list", kind)]
     assert {row["layout"] for row in rows_of(*kinds, "--layout", "skip")} == {"neurons+columns"}

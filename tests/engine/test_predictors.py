@@ -54,7 +54,7 @@ def decoded(engine, *, sparse=True):
 
 def test_a_folder_of_predictors_is_a_model(base, predictors, tmp_path):
     folder = write_predictors(tmp_path / "out", base, predictors)
-    with LLM(folder, threads=1, weights="q4") as llm, LLM(base, threads=1, weights="q4") as plain:
+    with LLM(folder, threads=1, weights="q4", neurons="skip") as llm, LLM(base, threads=1, weights="q4") as plain:
         lines = "\n".join(llm.describe())
         assert f"artifact  {folder}" in lines
         assert "predictor neurons: 2 of 2 layers count; held out: recall 0.970, 50% named, 45% needed" in lines
@@ -70,6 +70,24 @@ def test_a_folder_of_predictors_is_a_model(base, predictors, tmp_path):
             assert sites[f"layers.{layer}.head_predictor"].bytes > 0
             assert sites[f"layers.{layer}.o"].active < 0.9 * sites[f"layers.{layer}.o"].total
             assert sites[f"layers.{layer}.gate_up"].active < 0.8 * sites[f"layers.{layer}.gate_up"].total
+
+
+def test_predictors_that_read_more_than_they_save_are_left_out(base, model, tmp_path):
+    made = [make_predictor(model, "neurons", layer, density=density) for layer, density in ((0, 0.5), (1, 0.2))]
+    folder = write_predictors(tmp_path / "out", base, made)
+    left_out = "left out  the predictors of the neurons of layers 0: they read more than they save"
+    ran = {}
+    for neurons in ("auto", "skip"):
+        with LLM(folder, threads=1, weights="q8", neurons=neurons) as llm:
+            assert (left_out in llm.describe()) == (neurons == "auto")
+            ran[neurons] = decoded(llm.engine)
+            read = {layer for layer in (0, 1) if f"layers.{layer}.predictor" in llm.engine.usage().sites}
+            assert read == ({1} if neurons == "auto" else {0, 1})
+    assert not np.array_equal(ran["auto"], ran["skip"])
+    write_predictors(folder, base, made[:1])
+    with LLM(folder, threads=1, weights="q8") as llm, LLM(base, threads=1, weights="q8") as plain:
+        assert left_out in llm.describe()
+        assert np.array_equal(decoded(llm.engine), decoded(plain.engine))
 
 
 def test_prompts_run_no_predictor(base, predictors, tmp_path):
@@ -253,7 +271,8 @@ def test_a_profile_says_what_to_expect(base, tmp_path):
 
 def test_rates_of_predictors_are_used_and_held_out_recall_holds(base, predictors, tmp_path):
     """On text that had no part in anything: what the engine leaves out is next to nothing of what fires."""
-    folder = write_predictors(tmp_path / "out", base, predictors[:2])
+    # Few enough to be worth the predictor's bytes.
+    folder = write_predictors(tmp_path / "out", base, [replace(one, density=0.2) for one in predictors[:2]])
     seen = {}
 
     def watch(_, site, x):

@@ -24,7 +24,9 @@ from thinfer.bench.kernels import random_blocks
 from thinfer.engine.executor import Float32
 from thinfer.engine.layout_choice import Candidate, LayoutTimer, measure_layouts, settle
 from thinfer.engine.plan import FLOAT_BITS, MatrixPlan, Skipped, chunk_outputs, rate_step, segment_count, stored_bits
+from thinfer.engine.predictor_cost import pays
 from thinfer.errors import ThinferError, UsageError
+from thinfer.formats.tensor import BLOCKS
 
 ListKind = Literal["exact", "given", "predictor"]
 LayoutRule = Literal["auto", "skip"]
@@ -36,6 +38,7 @@ COLUMNS = {
     "intermediate": 12,
     "gated": 5,
     "list": 9,
+    "ran": 9,
     "sparsity": 8,
     "threads": 7,
     "layout": 15,
@@ -53,7 +56,7 @@ COLUMNS = {
 _FIRES, _RESTS = 1e5, -1e5  # far beyond what any stored type's random rows give
 _COPIES = 4
 _WAKE_OPS = 8
-_PREDICTOR_RANK = 512
+_PREDICTOR_RANK, _PREDICTOR_TYPE = 512, "Q4_0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,13 @@ class _Stored:
 
         first = {name: rows(shape.intermediate, shape.hidden) for name in shape.first}
         return cls(shape, {**first, "down": rows(shape.hidden, shape.intermediate)}, pool)
+
+    def predictor_pays(self, density: float) -> bool:
+        """Whether the engine would use a predictor at this density."""
+        first, *rest = (rows.nbytes for rows in self.rows.values())
+        values, size = BLOCKS[_PREDICTOR_TYPE]
+        reads = _PREDICTOR_RANK * (self.shape.hidden + self.shape.intermediate) // values * size
+        return pays(reads, density, density, first, sum(rest))
 
     def pack(self, plan: MatrixPlan, arena: _core.Arena) -> _core.PackedMatrix:
         parts = [(self.rows[name], plan.type, None) for name in plan.weights]
@@ -168,10 +178,11 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Run the experiment; a row a sparsity (fraction of neurons that do not fire), see COLUMNS.
 
-    ``layout`` "auto" chooses layouts at each sparsity as the engine does at load, by time; "skip" takes those of
-    skipping. In a row it names those of up and of down, once where they are the same: of up in "rows" all is read, and
-    with a list what is not named is 0 all the same. Float weights that are read in order are in "columns" too, they
-    have no rows.
+    ``layout`` "auto" chooses layouts at each sparsity as the engine does at load, by time, and leaves out a predictor
+    that would read more than it saves; "skip" takes those of skipping. In a row it names those of up and of down, once
+    where they are the same: of up in "rows" all is read, and with a list what is not named is 0 all the same. Float
+    weights that are read in order are in "columns" too, they have no rows. ``ran`` is the kind of list that ran:
+    "exact" where the predictor was left out.
 
     ``ratio_median`` is the median over rounds of dense time by sparse time; ``byte_ceiling`` the ratio of the bytes
     when nothing but the weights of active neurons is read; ``bytes_ratio`` that of the bytes the kernels counted
@@ -192,10 +203,11 @@ def measure(
             raise UsageError(
                 f"sparsity {sparsity:g} of {shape.intermediate} neurons leaves none that fires; use a lower one"
             )
-        plans = skipping_plans(shape, kind, sparsity, threads)
+        ran = "exact" if layout == "auto" and kind == "predictor" and not stored.predictor_pays(1 - sparsity) else kind
+        plans = skipping_plans(shape, ran, sparsity, threads)
         if layout == "auto":
-            plans = _choose(stored, kind, plans)
-        times, dense_bytes, sparse_bytes = _measure_level(stored, kind, plans, active, rng, x, rounds)
+            plans = _choose(stored, ran, plans)
+        times, dense_bytes, sparse_bytes = _measure_level(stored, ran, plans, active, rng, x, rounds)
         dense_time, sparse_time = (statistics.median(column) for column in zip(*times, strict=True))
         share = float(np.mean([mask.mean() for mask in active]))
         matrices = 3 if shape.gated else 2
@@ -206,6 +218,7 @@ def measure(
             "intermediate": shape.intermediate,
             "gated": shape.gated,
             "list": kind,
+            "ran": ran,
             "sparsity": sparsity,
             "threads": threads,
             "layout": "+".join(dict.fromkeys(plan.layout for plan in plans[-2:])),
@@ -265,8 +278,8 @@ class _Runner:
         self.bytes_read = 0.0
         packed = [stored.pack(plan, self._arena) for plan in plans]
         if kind == "predictor":
-            packed.append(self._random(rng, "Q4_0", _PREDICTOR_RANK, self._shape.hidden))
-            packed.append(self._random(rng, "Q4_0", self._shape.intermediate, _PREDICTOR_RANK))
+            packed.append(self._random(rng, _PREDICTOR_TYPE, _PREDICTOR_RANK, self._shape.hidden))
+            packed.append(self._random(rng, _PREDICTOR_TYPE, self._shape.intermediate, _PREDICTOR_RANK))
         for index, fires in enumerate(active):
             matrices = packed if index == 0 else [matrix.copy() for matrix in packed]
             self._matrices += matrices

@@ -68,8 +68,8 @@ def ffn(
     """Time one FFN, dense and with most neurons skipped, the weights read from memory.
 
     Neurons fire by a power law (26 % make 80 % of what fires), scattered. The rows' byte_ceiling is what skipping could
-    gain if nothing but the weights of active neurons were read; layout names how up and down lie. Results are compared
-    with dense bit for bit.
+    gain if nothing but the weights of active neurons were read; layout names how up and down lie; ran is exact where a
+    predictor would read more than it saves, and was left out. Results are compared with dense bit for bit.
     """
     if find_spec("thinfer._core") is None:
         raise UnsupportedError("the native part is not built: run `make setup`")

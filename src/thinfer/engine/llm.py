@@ -11,6 +11,7 @@ from thinfer.core.request import RequestOutput, StreamChunk
 from thinfer.core.sampling import SamplingParams
 from thinfer.engine.artifacts import find_artifact
 from thinfer.engine.options import EngineOptions
+from thinfer.engine.predictor_cost import without_costly
 from thinfer.engine.request import Request
 from thinfer.engine.runtime import Cancel, Engine, is_cancelled
 from thinfer.engine.scheduler import Scheduler
@@ -60,11 +61,12 @@ class LLM:
         try:
             loaded = load_model(self._checkpoint)
             found = find_artifact(self._checkpoint, self.options)
+            neurons, left_out = without_costly(found.neurons, loaded, self.options)
             self.tokenizer = Tokenizer.from_checkpoint(self._checkpoint)
             self._chat_template = chat_template
             self.default_params = sampling_defaults(self._checkpoint.generation_config)
             self.engine = Engine(
-                loaded, self.options, selector=found.selector, neurons=found.neurons, notes=found.notes
+                loaded, self.options, selector=found.selector, neurons=neurons, notes=(*found.notes, *left_out)
             )
         except BaseException:
             self._checkpoint.close()

@@ -3,6 +3,7 @@
 Where input channels are skipped, two layouts are possible; `layout_choice` times them and settles which.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -12,12 +13,15 @@ from typing import Literal
 from thinfer.core.graph import Node
 from thinfer.core.selector import ThresholdSelector
 from thinfer.engine.options import EngineOptions, WeightType
+from thinfer.formats.tensor import BLOCKS
 from thinfer.models.loader import Weights
 
 # Bits of a weight in memory and inputs of a block, by stored type (csrc/codec.h). Float types stay what they are.
 FLOAT_BITS = {"F32": 32, "F16": 16, "BF16": 16}
 _BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8}
 _REQUANTISED: dict[WeightType, tuple[str, int]] = {"q4": ("u4_dm", 4), "q8": ("i8_d", 8), "f16": ("f16", 16)}
+_STORED_AS: dict[WeightType, str] = {"q4": "Q4_1", "q8": "Q8_0", "f16": "F16"}
+"""Stored types of as many bytes."""
 
 _GROUP = 32
 _OUT_BLOCK = 64
@@ -149,6 +153,15 @@ def plan_linear(
 def stored_bits(stored: str) -> int:
     """Bits of a weight in memory, scales apart, by stored type."""
     return _BITS.get(stored) or FLOAT_BITS[stored]
+
+
+def weight_bytes(name: str, weights: Weights, options: EngineOptions) -> float:
+    """Bytes of a weight in memory, scales included, whatever its layout."""
+    source = weights.source(name)
+    values, size = BLOCKS[source.type]
+    if options.weights != "stored" and source.type in FLOAT_BITS and source.shape[-1] % _GROUP == 0:
+        values, size = BLOCKS[_STORED_AS[options.weights]]
+    return math.prod(source.shape) / values * size
 
 
 @dataclass(frozen=True, slots=True)

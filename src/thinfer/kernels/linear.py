@@ -16,6 +16,7 @@ from thinfer.kernels.case import Case, Float32, normal
 
 GROUP = 32
 
+
 def reference(x: Float32, weights: Sequence[Float32], biases: Sequence[Float32 | None] = ()) -> Float32:
     """The product in float32; a row of the result does not depend on the other rows of x.
 
