@@ -86,14 +86,20 @@ static constexpr int rows_record_bytes(Codec codec) {
 // ---- columns: record (chunk, block) = [block scales][per group: scales as planes over the chunk's outputs, then 32
 // channels of `chunk` outputs]. A channel is its nibbles, then its bits above, each a run over blocks of 64 outputs.
 static constexpr int channel_bytes(Codec codec, int outputs) { return traits(codec).bits * outputs / 8; }
-// Bytes from a channel to the next. Never whole KiB: what the channels of a group hold for the same outputs would then lie in
-// a few sets of the first-level cache (of 2 KiB in two sets, room for 16 lines), and go before it is used.
-static constexpr size_t channel_stride(Codec codec, int outputs) {
+// Where the channels of a group begin. Of whole KiB, a cache line is left free after every fourth: what they hold for the same
+// outputs would lie in a few sets of the first-level cache (of 2 KiB in two, room for 16 lines), and go before it is used.
+struct ChannelPlaces {
+  size_t bytes, gap;  // of a channel, after every fourth
+  THINFER_INLINE_MEMBER constexpr size_t operator()(int channel) const {
+    return bytes * static_cast<size_t>(channel) + gap * static_cast<size_t>(channel / 4);
+  }
+};
+static constexpr ChannelPlaces channel_places(Codec codec, int outputs) {
   const auto bytes = static_cast<size_t>(channel_bytes(codec, outputs));
-  return bytes % 1024 == 0 ? bytes + 64 : bytes;
+  return {bytes, bytes % 1024 == 0 ? size_t{64} : 0};
 }
 static constexpr size_t columns_group_bytes(Codec codec, int chunk) {
-  return static_cast<size_t>(chunk) * group_scale_bytes(codec) + kGroup * channel_stride(codec, chunk);
+  return static_cast<size_t>(chunk) * group_scale_bytes(codec) + channel_places(codec, chunk)(kGroup);
 }
 static constexpr size_t columns_record_bytes(Codec codec, int chunk) {
   return groups_per_block(codec) * columns_group_bytes(codec, chunk) +

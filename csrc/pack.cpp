@@ -145,7 +145,7 @@ void pack_columns_block(const Matrix& w, const Rows& rows, int block64, uint8_t*
   const int in_chunk = block64 - chunk * (w.chunk / kOutBlock);
   const size_t width = static_cast<size_t>(w.chunk_width(chunk));
   const int bits = traits(w.codec).bits, groups = groups_per_block(w.codec);
-  const size_t channel = channel_stride(w.codec, static_cast<int>(width));
+  const ChannelPlaces place = channel_places(w.codec, static_cast<int>(width));
   const size_t plane_bytes = traits(w.codec).block == 32 ? 2 : 1;
   const size_t out0 = static_cast<size_t>(in_chunk) * kOutBlock;
   uint8_t* record = data + (w.chunk_data(chunk) - w.data);
@@ -157,9 +157,10 @@ void pack_columns_block(const Matrix& w, const Rows& rows, int block64, uint8_t*
     for (int g = 0; g < groups; ++g, group += columns_group_bytes(w.codec, static_cast<int>(width))) {
       store_group_scales(w.codec, blocks.data(), kOutBlock, g, group + plane_bytes * out0, width);
       uint8_t* channels = group + width * static_cast<size_t>(group_scale_bytes(w.codec));
-      for (int i = 0; i < kGroup; ++i, channels += channel) {
-        store_column(bits, blocks.data(), kGroup * g + i, channels + static_cast<size_t>(in_chunk) * (bits == 8 ? 64 : 32),
-                     channels + width / 2 + static_cast<size_t>(in_chunk) * (bits == 6 ? 16 : 8));
+      for (int i = 0; i < kGroup; ++i) {
+        uint8_t* channel = channels + place(i);
+        store_column(bits, blocks.data(), kGroup * g + i, channel + static_cast<size_t>(in_chunk) * (bits == 8 ? 64 : 32),
+                     channel + width / 2 + static_cast<size_t>(in_chunk) * (bits == 6 ? 16 : 8));
       }
     }
   }

@@ -78,8 +78,9 @@ void read_columns_block(const Matrix& w, int index, int block, Block& out) {
   p += wide * static_cast<size_t>(block_scale_bytes(w.codec));
   for (int g = 0; g < groups; ++g, p += columns_group_bytes(w.codec, width)) {
     load_group_scales(w.codec, p + plane * in_chunk, wide, g, out);
-    const uint8_t* channel = p + wide * static_cast<size_t>(group_scale_bytes(w.codec));
-    for (int i = 0; i < kGroup; ++i, channel += channel_stride(w.codec, width)) {
+    const uint8_t* channels = p + wide * static_cast<size_t>(group_scale_bytes(w.codec));
+    for (int i = 0; i < kGroup; ++i) {
+      const uint8_t* channel = channels + channel_places(w.codec, width)(i);
       uint8_t& q = out.q[kGroup * g + i];
       const size_t byte = static_cast<size_t>(columns_byte(o % 32));
       if (bits == 8) {

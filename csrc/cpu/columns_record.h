@@ -13,8 +13,7 @@ struct ColumnsRecord {
   size_t width;
 
   THINFER_INLINE_MEMBER size_t bytes() const { return columns_record_bytes(codec, static_cast<int>(width)); }
-  // From a channel to the next.
-  THINFER_INLINE_MEMBER size_t channel() const { return channel_stride(codec, static_cast<int>(width)); }
+  THINFER_INLINE_MEMBER ChannelPlaces places() const { return channel_places(codec, static_cast<int>(width)); }
   THINFER_INLINE_MEMBER const uint8_t* group(int g) const {
     return p + width * block_scale_bytes(codec) + columns_group_bytes(codec, static_cast<int>(width)) * static_cast<size_t>(g);
   }
@@ -32,9 +31,10 @@ struct ColumnsRecord {
   }
   // All 32 channels of a group at a block of 64 outputs, as four tiles of the rows layout's 8 vectors: 4 x 512 bytes.
   THINFER_INLINE_MEMBER void expand(int g, int block64, uint8_t* out) const {
-    const size_t size = channel(), low = nibbles(block64), above = high(block64);
+    const ChannelPlaces place = places();
+    const size_t size = place.bytes, low = nibbles(block64), above = high(block64);
     for (int v = 0; v < 8; ++v) {
-      const uint8_t* c = channels(g) + size * static_cast<size_t>(4 * v);
+      const uint8_t* c = channels(g) + place(4 * v);
       each_column_vector<kBits<codec>>(c, c + size, c + 2 * size, c + 3 * size, low, above,
                                        [&](int k, u8x32 q) __attribute__((always_inline)) {
                                          store_u8x32(out + 512 * (k / 2) + 64 * v + 32 * (k % 2), q);

@@ -8,11 +8,11 @@ namespace {
 // Where the channels of one group of one chunk are.
 struct GroupChannels {
   const uint8_t* base;
-  size_t size;
+  ChannelPlaces place;
   const uint8_t* list;
   int count;  // in whole quads
 
-  THINFER_INLINE_MEMBER const uint8_t* at(int i) const { return base + size * list[i]; }
+  THINFER_INLINE_MEMBER const uint8_t* at(int i) const { return base + place(list[i]); }
   // Channels that differ: padding repeats the last one of its half.
   THINFER_INLINE_MEMBER int distinct() const {
     int n = 0;
@@ -23,8 +23,8 @@ struct GroupChannels {
 
 // A channel's whole slice is used: fetched while the group before is multiplied.
 THINFER_INLINE void prefetch_group(const GroupChannels& next, int block64, int blocks64) {
-  const size_t from = next.size * static_cast<size_t>(block64) / static_cast<size_t>(blocks64);
-  const size_t to = next.size * static_cast<size_t>(block64 + 1) / static_cast<size_t>(blocks64);
+  const size_t from = next.place.bytes * static_cast<size_t>(block64) / static_cast<size_t>(blocks64);
+  const size_t to = next.place.bytes * static_cast<size_t>(block64 + 1) / static_cast<size_t>(blocks64);
   for (int i = 0; i < next.count; ++i) {
     for (size_t line = from & ~size_t{63}; line < to; line += 64) __builtin_prefetch(next.at(i) + line, 0, 3);
   }
@@ -64,7 +64,7 @@ size_t gemm(const Matrix& w, const QuantizedRows& x, const UnionChannels& channe
   }
   const int begin = w.segment_begin(segment) * kGroups, end = w.segment_begin(segment + 1) * kGroups;
   const auto listed = [&](int group, const uint8_t* base) {
-    return GroupChannels{base, record.channel(), channels.channel + kGroup * group,
+    return GroupChannels{base, record.places(), channels.channel + kGroup * group,
                          4 * (channels.quads[2 * group] + channels.quads[2 * group + 1])};
   };
   size_t bytes = 0;
@@ -75,7 +75,7 @@ size_t gemm(const Matrix& w, const QuantizedRows& x, const UnionChannels& channe
     const GroupChannels here = listed(group, record.channels(g));
     if (here.count > 0) {
       block_read = true;
-      GroupChannels next{nullptr, 0, nullptr, 0};
+      GroupChannels next{nullptr, {}, nullptr, 0};
       if (group + 1 < end) {
         const ColumnsRecord<codec> after{record.p + record.bytes(), record.width};
         next = listed(group + 1, g + 1 < kGroups ? record.channels(g + 1) : after.channels(0));
@@ -102,7 +102,7 @@ size_t gemm(const Matrix& w, const QuantizedRows& x, const UnionChannels& channe
           }
         }
       }
-      bytes += here.size * static_cast<size_t>(here.distinct()) + record.width * static_cast<size_t>(group_scale_bytes(codec));
+      bytes += here.place.bytes * static_cast<size_t>(here.distinct()) + record.width * static_cast<size_t>(group_scale_bytes(codec));
     }
     if (g + 1 == kGroups) {
       if (block_read) bytes += record.width * static_cast<size_t>(block_scale_bytes(codec));

@@ -12,12 +12,12 @@ struct Channels {
   int count = 0;          // in whole quads
   int distinct = 0;       // padding repeats a channel
 
-  THINFER_INLINE_MEMBER void list(const uint8_t* first, size_t size, const uint8_t* channel, int n) {
+  THINFER_INLINE_MEMBER void list(const uint8_t* first, const ChannelPlaces& place, const uint8_t* channel, int n) {
     count = n;
     distinct = 0;
     for (int i = 0; i < n; i += 4) {
       for (int j = i; j < i + 4; ++j) {
-        at[j] = first + size * channel[j];
+        at[j] = first + place(channel[j]);
         distinct += j == i || channel[j] != channel[j - 1];  // a quad is never padding alone
       }
     }
@@ -80,7 +80,7 @@ struct Upcoming {
     constexpr unsigned kSteps = kHeld / blocks;
     const unsigned step = static_cast<unsigned>(next.block64) % kHeld / blocks, count = static_cast<unsigned>(next.channels.count);
     const size_t line = record.nibbles(next.block64 & -kHeld);
-    const size_t second = line + 64 < record.channel() ? line + 64 : line;
+    const size_t second = line + 64 < record.places().bytes ? line + 64 : line;
     const unsigned end = next.last ? count : count * (step + 1) / kSteps;  // a group may end inside what the lines hold
     return {next.channels.at + count * step / kSteps, next.channels.at + end, line, second};
   }
@@ -258,7 +258,7 @@ size_t gemv(const Matrix& w, const QuantizedRows& x, const ActiveChannels& activ
     if (group >= last) return group;
     const ColumnsRecord<codec> record = record_of(group);
     out.scales = record.group(group % kGroups);
-    out.list(record.channels(group % kGroups), record.channel(), active.channel + kGroup * group,
+    out.list(record.channels(group % kGroups), record.places(), active.channel + kGroup * group,
              4 * (active.quads[2 * group] + active.quads[2 * group + 1]));
     return group;
   };

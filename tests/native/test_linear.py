@@ -129,6 +129,22 @@ def test_long_rows_and_wide_slices_are_cut_into_the_same_values(isa, stored):
             np.testing.assert_array_equal(result, results[0])
 
 
+@pytest.mark.parametrize(
+    ("stored", "chunk"), [("Q4_0", 2048), ("Q4_K", 4096), ("Q5_0", 8192), ("Q6_K", 4096), ("Q8_0", 1024)]
+)
+def test_channels_of_whole_kib_lie_apart_and_give_the_same(isa, stored, chunk):
+    """Their lines would share cache sets; that they do not costs one line in at least 4 KiB."""
+    inputs, outputs = 512, chunk + 64
+    raw, w = weights(stored, outputs, inputs)
+    x = steps(np.random.default_rng(3), 17, inputs)
+    rows, columns = (pack([(raw, stored)], inputs, layout, size) for layout, size in (("rows", 0), ("columns", chunk)))
+    assert rows.nbytes < columns.nbytes <= (1 + 64 / 4096) * rows.nbytes
+    np.testing.assert_array_equal(read_back(columns, outputs), w)
+    ops = [Linear(isa, [matrix], inputs, outputs).threshold(0.7) for matrix in (rows, columns)]
+    for batch in (x[:1], x[:3], x):
+        np.testing.assert_array_equal(*(op(batch) for op in ops))
+
+
 def extreme(stored, level):
     """Rows whose quants are all at their lowest (0) or highest (1) and whose scales are powers of two."""
     fill = 0xFF if level else 0
