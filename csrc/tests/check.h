@@ -30,3 +30,4 @@ void test_half();
 void test_batch_check();
 void test_program();
 void test_linear();
+void test_neurons();

@@ -8,6 +8,7 @@ int main() {
   test_batch_check();
   test_program();
   test_linear();
+  test_neurons();
   std::puts("native tests passed");
   return 0;
 }
