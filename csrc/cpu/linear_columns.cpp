@@ -38,11 +38,17 @@ struct Quads {
 // next one. Without fetching a core waits for memory, as the channels that are read follow no pattern; a whole group ahead,
 // lines leave the first-level cache before they are used, and fetching them again takes line fill buffers from memory.
 // Neighbouring lines of a channel are fetched together where that measured better: on an Intel Xeon with AVX-512 two are 5 to
-// 15 % faster than one by one, and than four or whole channels; on an AMD Zen 3, and its smaller cache, single ones are by 8 %.
+// 15 % faster than one by one, and than four or whole channels; on an AMD Zen 3 with AVX2, whose cache is smaller, single ones
+// are by 8 %. Other processors were not measured.
 #if defined(THINFER_ISA_AVX512)
 constexpr int kAheadBlocks = 16, kLines = 2;
+// Blocks of a step. One that is left over at the end stands for two.
+template <Codec codec>
+constexpr int kStep = kBits<codec> == 8 ? 1 : 2;
 #else
 constexpr int kAheadBlocks = 8, kLines = 1;
+template <Codec codec>
+constexpr int kStep = 1;
 #endif
 
 // A group's channels and the block of outputs at which they will be read; `last`: the step that ends the group.
@@ -55,12 +61,18 @@ struct Place {
 // The order in which a group's blocks of outputs are passed, and the next group's after it.
 struct Sweep {
   const Channels &here, &next;
-  int begin, end, blocks, ahead;
+  int begin, end, step, blocks, ahead;
 
-  THINFER_INLINE_MEMBER Sweep(const Channels& group, const Channels& after, int first, int last)
-      : here(group), next(after), begin(first), end(last), blocks((end - begin + 1) & ~1), ahead(blocks < kAheadBlocks ? blocks : kAheadBlocks) {}
-  // What is read `ahead` blocks after this step of one block or two: each block is met once.
-  THINFER_INLINE_MEMBER Place after(int block64, int step) const {
+  THINFER_INLINE_MEMBER Sweep(const Channels& group, const Channels& after, int first, int last, int of_step)
+      : here(group),
+        next(after),
+        begin(first),
+        end(last),
+        step(of_step),
+        blocks((end - begin + step - 1) / step * step),
+        ahead(blocks < kAheadBlocks ? blocks : kAheadBlocks) {}
+  // What is read `ahead` blocks after this step: each block is met once.
+  THINFER_INLINE_MEMBER Place after(int block64) const {
     const int at = block64 + ahead, met = at < begin + blocks ? at : at - blocks;
     return {at < begin + blocks ? here : next, met, met + step >= end};
   }
@@ -73,12 +85,12 @@ struct Upcoming {
   const uint8_t* const* end;
   size_t line, second;
 
-  template <Codec codec, int blocks>
+  template <Codec codec>
   static THINFER_INLINE_MEMBER Upcoming of_step(const Place& next, const ColumnsRecord<codec>& record) {
     constexpr int kHeld = kLines * (kBits<codec> == 8 ? 1 : 2);  // blocks that the lines hold
-    static_assert(kFetchBlocks % kHeld == 0 && kHeld % blocks == 0);
-    constexpr unsigned kSteps = kHeld / blocks;
-    const unsigned step = static_cast<unsigned>(next.block64) % kHeld / blocks, count = static_cast<unsigned>(next.channels.count);
+    static_assert(kFetchBlocks % kHeld == 0 && kHeld % kStep<codec> == 0);
+    constexpr unsigned kSteps = kHeld / kStep<codec>;
+    const unsigned step = static_cast<unsigned>(next.block64) % kHeld / kStep<codec>, count = static_cast<unsigned>(next.channels.count);
     const size_t line = record.nibbles(next.block64 & -kHeld);
     const size_t second = line + 64 < record.places().bytes ? line + 64 : line;
     const unsigned end = next.last ? count : count * (step + 1) / kSteps;  // a group may end inside what the lines hold
@@ -198,8 +210,8 @@ THINFER_INLINE void end_block(Dots& first, Dots& second, const ColumnsRecord<cod
   }
 }
 
-// Fetches what else is read next at `blocks` blocks of outputs: scales, and the bits above the nibbles.
-template <Codec codec, int blocks>
+// Fetches what else the next step reads: scales, and the bits above the nibbles.
+template <Codec codec>
 THINFER_INLINE void fetch_scales_and_high(const Place& next, const ColumnsRecord<codec>& record) {
   constexpr int bits = kBits<codec>;
   constexpr size_t kPlane = traits(codec).block == 32 ? 2 : 1;
@@ -209,7 +221,7 @@ THINFER_INLINE void fetch_scales_and_high(const Place& next, const ColumnsRecord
   if (channels.count == 0) return;
   const uint8_t* scales = channels.scales + kPlane * kOutBlock * static_cast<size_t>(block64);
   for (size_t plane = 0; plane < kPlanes; ++plane) {
-    for (size_t line = 0; line < kPlane * blocks; ++line) __builtin_prefetch(scales + plane * kPlane * record.width + 64 * line, 0, 3);
+    for (size_t line = 0; line < kPlane * kStep<codec>; ++line) __builtin_prefetch(scales + plane * kPlane * record.width + 64 * line, 0, 3);
   }
   if constexpr (bits == 5 || bits == 6) {
     constexpr int kLine = bits == 6 ? 4 : 8;  // blocks whose bits above the nibbles are one line
@@ -223,9 +235,9 @@ THINFER_INLINE void fetch_scales_and_high(const Place& next, const ColumnsRecord
 template <Codec codec, class Dots>
 THINFER_INLINE void add_blocks(const Quads& quads, int first_quads, const Sweep& sweep, const ColumnsRecord<codec>& record, int g,
                                int block64, const GroupInput& in, float* y) {
-  const Place next = sweep.after(block64, Dots::kBlocks);
-  fetch_scales_and_high<codec, Dots::kBlocks>(next, record);
-  Upcoming upcoming = Upcoming::of_step<codec, Dots::kBlocks>(next, record);
+  const Place next = sweep.after(block64);
+  fetch_scales_and_high<codec>(next, record);
+  Upcoming upcoming = Upcoming::of_step<codec>(next, record);
   Dots first(in.sums[0] + in.sums[1]), second(0);
   GroupInput rest = in;
   if constexpr (Dots::kWithoutOffset) rest.sums[0] = rest.sums[1] = 0;
@@ -275,7 +287,7 @@ size_t gemv(const Matrix& w, const QuantizedRows& x, const ActiveChannels& activ
     const int first_quads = active.quads[2 * group];
     const Quads quads{here.at, active.q + kGroup * group, here.count / 4};
     const GroupInput in{x.scale[at], x.bias[at], {x.sums[2 * at], x.sums[2 * at + 1]}};
-    const Sweep sweep(here, next, block_begin, block_end);
+    const Sweep sweep(here, next, block_begin, block_end, kStep<codec>);
     int b = block_begin;
 #if defined(THINFER_ISA_AVX512)
     if constexpr (kBits<codec> != 8) {

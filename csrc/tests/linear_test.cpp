@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <string>
+#include <numeric>
 #include <vector>
 
 #include "check.h"
@@ -17,24 +17,32 @@ using namespace thinfer::testing;
 
 constexpr int kInputs = 512;
 constexpr int kRows = 3;
-constexpr int kOutputs[] = {66, 17};
+
+// Outputs of the matrices of one op, and of their channel slices.
+struct Shape {
+  std::vector<int> outputs;
+  int chunk;
+  int total() const { return std::accumulate(outputs.begin(), outputs.end(), 0); }
+};
 
 struct Weights {
+  int outputs = 0;
   std::vector<std::vector<uint8_t>> data;
   std::vector<std::shared_ptr<const PackedMatrix>> parts;
 };
 
-Weights make_weights(const Type& type, Layout layout, ThreadPool& pool) {
+Weights make_weights(const Type& type, Layout layout, const Shape& shape, ThreadPool& pool) {
   Random random{7};
   Weights weights;
+  weights.outputs = shape.total();
   const StoredType stored_type = parse_stored_type(type.name);
   const size_t row_bytes = stored_row_bytes(stored_type, kInputs);
   auto arena = std::make_shared<Arena>();
-  for (const int outputs : kOutputs) {
+  for (const int outputs : shape.outputs) {
     weights.data.push_back(stored(type, row_bytes * static_cast<size_t>(outputs), random));
     const StoredRows rows{weights.data.back().data(), stored_type, outputs, row_bytes, nullptr};
     weights.parts.push_back(std::make_shared<PackedMatrix>(std::vector<StoredRows>{rows}, kInputs,
-                                                           codec_of(stored_type), layout, 64,
+                                                           codec_of(stored_type), layout, shape.chunk,
                                                            layout == Layout::rows ? 1 : 2, pool, arena));
   }
   return weights;
@@ -44,7 +52,7 @@ Weights make_weights(const Type& type, Layout layout, ThreadPool& pool) {
 std::vector<float> run(Isa isa, const Weights& weights, Activations activations, float threshold, int first, int rows) {
   auto pool = std::make_shared<ThreadPool>(2);
   Program program(isa, pool, rows);
-  const int outputs = kOutputs[0] + kOutputs[1];
+  const int outputs = weights.outputs;
   const int x = program.add_buffer(kInputs);
   const int y = program.add_buffer(outputs);
   std::vector<float> bias(static_cast<size_t>(outputs), 0.5f);
@@ -74,9 +82,9 @@ bool close(const std::vector<float>& a, const std::vector<float>& b, float toler
   return difference <= tolerance * largest;
 }
 
-void test_type(const Type& type, Layout layout) {
+void test_type(const Type& type, Layout layout, const Shape& shape) {
   ThreadPool pool(2);
-  const Weights weights = make_weights(type, layout, pool);
+  const Weights weights = make_weights(type, layout, shape, pool);
   for (const float threshold : {-1.0f, 0.5f}) {
     const auto oracle = run(Isa::scalar, weights, Activations::f32, threshold, 0, kRows);
     for (const Activations activations : {Activations::int8, Activations::f32}) {
@@ -100,7 +108,11 @@ void test_type(const Type& type, Layout layout) {
 
 void test_linear() {
   for (const Type& type : kTypes) {
-    test_type(type, Layout::columns);
-    if (!is_float(codec_of(parse_stored_type(type.name)))) test_type(type, Layout::rows);
+    test_type(type, Layout::columns, {{66, 17}, 64});
+    if (!is_float(codec_of(parse_stored_type(type.name)))) test_type(type, Layout::rows, {{66, 17}, 64});
   }
+  // Slices with an odd number of blocks, longer than what is fetched ahead, and channels of whole KiB.
+  test_type(kTypes[1], Layout::columns, {{17 * kOutBlock}, 17 * kOutBlock});
+  test_type(kTypes[1], Layout::columns, {{2048}, 2048});
+  test_type(kTypes[0], Layout::columns, {{1024}, 1024});
 }

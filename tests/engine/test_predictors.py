@@ -75,7 +75,7 @@ def test_a_folder_of_predictors_is_a_model(base, predictors, tmp_path):
 def test_predictors_that_read_more_than_they_save_are_left_out(base, model, tmp_path):
     made = [make_predictor(model, "neurons", layer, density=density) for layer, density in ((0, 0.5), (1, 0.2))]
     folder = write_predictors(tmp_path / "out", base, made)
-    left_out = "left out  the predictors of the neurons of layers 0: they read more than they save"
+    left_out = "left out  predictor of the neurons of layer 0: it reads more than it saves"
     ran = {}
     for neurons in ("auto", "skip"):
         with LLM(folder, threads=1, weights="q8", neurons=neurons) as llm:
@@ -251,10 +251,12 @@ def test_heads_left_out_are_those_of_the_masked_run(model, threads):
 def test_a_batch_gives_each_row_what_it_gets_alone(base, predictors, tmp_path, weights, streams):
     folder = write_predictors(tmp_path / "out", base, predictors)
     prompts = [[(7 * i + j) % 256 for j in range(3 + i % 5)] for i in range(streams)]
-    with LLM(folder, threads=2, weights=weights, max_sequences=streams, kv_tokens=64 * streams) as llm:
+    options = {"weights": weights, "max_sequences": streams, "kv_tokens": 64 * streams, "neurons": "skip"}
+    with LLM(folder, threads=2, **options) as llm:
         alone = [llm.generate(prompt, GREEDY).token_ids for prompt in prompts]
         assert [output.token_ids for output in llm.generate(prompts, GREEDY)] == alone
         assert len(set(alone)) > 1
+        assert llm.engine.usage().sites["layers.0.predictor"].bytes > 0
 
 
 def test_a_profile_says_what_to_expect(base, tmp_path):

@@ -132,8 +132,8 @@ def test_long_rows_and_wide_slices_are_cut_into_the_same_values(isa, stored):
 @pytest.mark.parametrize(
     ("stored", "chunk"), [("Q4_0", 2048), ("Q4_K", 4096), ("Q5_0", 8192), ("Q6_K", 4096), ("Q8_0", 1024)]
 )
-def test_channels_of_whole_kib_lie_apart_and_give_the_same(isa, stored, chunk):
-    """Their lines would share cache sets; that they do not costs one line in at least 4 KiB."""
+def test_a_line_left_free_among_channels_of_whole_kib_changes_nothing(isa, stored, chunk):
+    """It keeps them out of the same cache sets, and costs one line in at least 4 KiB."""
     inputs, outputs = 512, chunk + 64
     raw, w = weights(stored, outputs, inputs)
     x = steps(np.random.default_rng(3), 17, inputs)

@@ -94,10 +94,11 @@ class _Stored:
         return cls(shape, {**first, "down": rows(shape.hidden, shape.intermediate)}, pool)
 
     def predictor_pays(self, density: float) -> bool:
-        """Whether the engine would use a predictor at this density."""
+        """Whether the engine would use a predictor that names just what fires, at this density."""
         first, *rest = (rows.nbytes for rows in self.rows.values())
         values, size = BLOCKS[_PREDICTOR_TYPE]
-        reads = _PREDICTOR_RANK * (self.shape.hidden + self.shape.intermediate) // values * size
+        bias = 4 * self.shape.intermediate
+        reads = bias + _PREDICTOR_RANK * (self.shape.hidden + self.shape.intermediate) // values * size
         return pays(reads, density, density, first, sum(rest))
 
     def pack(self, plan: MatrixPlan, arena: _core.Arena) -> _core.PackedMatrix:
@@ -211,7 +212,7 @@ def measure(
         dense_time, sparse_time = (statistics.median(column) for column in zip(*times, strict=True))
         share = float(np.mean([mask.mean() for mask in active]))
         matrices = 3 if shape.gated else 2
-        whole = 1 if kind == "exact" else 0
+        whole = 1 if ran == "exact" else 0
         yield {
             "type": shape.type.lower(),
             "hidden": shape.hidden,

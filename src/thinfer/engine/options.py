@@ -52,8 +52,8 @@ class EngineOptions:
             (about a tenth of a second for each shape) and takes the faster. No choice changes a bit of the result.
         neurons: FFN neurons whose activation is exactly 0 (ReLU models): "skip" reads up only for those that fire
             (and of those that are listed or predicted nothing else), "off" reads all of them and runs no predictors,
-            "auto" times both as for `layout`, and leaves out predictors found beside the model that read more bytes
-            than they save; else "auto" and "skip" do not differ in a bit of the result.
+            "auto" times both as for `layout`, and leaves out predictors of neurons found beside the model that
+            read more bytes than they save; else "auto" and "skip" do not differ in a bit of the result.
         recall_steps: in one step of so many a layer computes also the neurons that its predictor leaves out, to see
             whether they fire (`Usage.recall`), a layer at a time; 0: never. Changes no token.
     """

@@ -156,7 +156,7 @@ def stored_bits(stored: str) -> int:
 
 
 def weight_bytes(name: str, weights: Weights, options: EngineOptions) -> float:
-    """Bytes of a weight in memory, scales included, whatever its layout."""
+    """Bytes of a weight as its type stores it, scales included; in memory K types take up to 3 % more."""
     source = weights.source(name)
     values, size = BLOCKS[source.type]
     if options.weights != "stored" and source.type in FLOAT_BITS and source.shape[-1] % _GROUP == 0:

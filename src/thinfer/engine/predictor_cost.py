@@ -35,7 +35,8 @@ def without_costly(
 ) -> tuple[NeuronSelector | None, tuple[str, ...]]:
     """The selector without those predictors of neurons that do not pay, and a line that names their layers.
 
-    One that does not say how many neurons it names stays, and with ``options.neurons`` "skip" all do.
+    One that does not say how many neurons it names stays, and with ``options.neurons`` "skip" all do. What thresholds
+    would skip without a predictor is not considered, nor are predictors of heads.
 
     Example: `without_costly(find_artifact(checkpoint, options).neurons, model, options)`.
     """
@@ -49,7 +50,8 @@ def without_costly(
             continue
         weights = (*nodes[ffn.first].weights, *nodes[ffn.first + 2].weights)
         first, *rest = (weight_bytes(name, model.weights, options) for name in weights)
-        reads = sum(factor.raw.nbytes for factor in predictor.factors)
+        bias = 0 if predictor.bias is None else predictor.bias.nbytes
+        reads = bias + sum(factor.raw.nbytes for factor in predictor.factors)
         if not pays(reads, predictor.density, 1 - ffn.rate, first, sum(rest), zeros=ffn.zeros):
             costly.append(ffn.layer)
     if not costly:
@@ -57,5 +59,5 @@ def without_costly(
     kept = {layer: one for layer, one in selector.predictors.items() if layer not in costly}
     kind = selector.kind if kept or selector.heads else "exact"
     layers = ", ".join(str(layer) for layer in costly)
-    note = f"left out  the predictors of the neurons of layers {layers}: they read more than they save"
+    note = f"left out  predictor of the neurons of layer {layers}: it reads more than it saves"
     return replace(selector, kind=kind, predictors=kept), (note,)

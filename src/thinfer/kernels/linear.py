@@ -7,7 +7,6 @@ With int8 activations each row of x is first rounded per group of 32 inputs: d =
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +23,7 @@ def reference(x: Float32, weights: Sequence[Float32], biases: Sequence[Float32 |
     """
     y = np.empty((len(x), sum(len(w) for w in weights)), np.float32)
     left = 0
-    for w, bias in zip_longest(weights, biases):
+    for w, bias in zip(weights, biases or [None] * len(weights), strict=True):
         part = y[:, left : left + len(w)]
         for row, result in zip(x, part, strict=True):
             np.matmul(w, row, out=result)
