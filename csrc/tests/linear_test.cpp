@@ -26,24 +26,15 @@ struct Shape {
 };
 
 struct Weights {
-  int outputs = 0;
-  std::vector<std::vector<uint8_t>> data;
+  int outputs;
   std::vector<std::shared_ptr<const PackedMatrix>> parts;
 };
 
 Weights make_weights(const Type& type, Layout layout, const Shape& shape, ThreadPool& pool) {
   Random random{7};
-  Weights weights;
-  weights.outputs = shape.total();
-  const StoredType stored_type = parse_stored_type(type.name);
-  const size_t row_bytes = stored_row_bytes(stored_type, kInputs);
-  auto arena = std::make_shared<Arena>();
+  Weights weights{shape.total(), {}};
   for (const int outputs : shape.outputs) {
-    weights.data.push_back(stored(type, row_bytes * static_cast<size_t>(outputs), random));
-    const StoredRows rows{weights.data.back().data(), stored_type, outputs, row_bytes, nullptr};
-    weights.parts.push_back(std::make_shared<PackedMatrix>(std::vector<StoredRows>{rows}, kInputs,
-                                                           codec_of(stored_type), layout, shape.chunk,
-                                                           layout == Layout::rows ? 1 : 2, pool, arena));
+    weights.parts.push_back(random_matrix(type, outputs, kInputs, layout, shape.chunk, layout == Layout::rows ? 1 : 2, random, pool));
   }
   return weights;
 }
@@ -60,15 +51,7 @@ std::vector<float> run(Isa isa, const Weights& weights, Activations activations,
                                        std::make_shared<LinearStorage>());
   op->set_threshold({threshold, {}});
   program.add(std::move(op), {x}, y);
-  for (int row = 0; row < rows; ++row) fill_row(program.buffer(x) + row * kInputs, kInputs, first + row);
-  const OwnedBatch batch = sparse_rows(rows);
-  program.run(0, 1, batch.view());
-  std::vector<float> result;
-  for (int row = 0; row < rows; ++row) {
-    const float* from = program.buffer(y) + row * padded(outputs);
-    result.insert(result.end(), from, from + outputs);
-  }
-  return result;
+  return run_rows(program, x, kInputs, y, outputs, first, rows);
 }
 
 bool close(const std::vector<float>& a, const std::vector<float>& b, float tolerance) {

@@ -3,6 +3,7 @@
 #include "neurons.h"
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -18,24 +19,13 @@ constexpr int kRows = 3;
 
 struct Ffn {
   int inputs;
-  std::vector<uint8_t> data[2];
   std::shared_ptr<const PackedMatrix> gate, up;
 };
 
 Ffn make_ffn(const Type& type, int inputs, Layout layout, ThreadPool& pool) {
   Random random{11};
-  Ffn ffn{inputs, {}, nullptr, nullptr};
-  const StoredType stored_type = parse_stored_type(type.name);
-  const size_t row_bytes = stored_row_bytes(stored_type, inputs);
-  auto arena = std::make_shared<Arena>();
-  const auto pack = [&](std::vector<uint8_t>& data) {
-    data = stored(type, row_bytes * kNeurons, random);
-    const StoredRows rows{data.data(), stored_type, kNeurons, row_bytes, nullptr};
-    return std::make_shared<const PackedMatrix>(std::vector<StoredRows>{rows}, inputs, codec_of(stored_type), layout, 64, 1, pool, arena);
-  };
-  ffn.gate = pack(ffn.data[0]);
-  ffn.up = pack(ffn.data[1]);
-  return ffn;
+  auto gate = random_matrix(type, kNeurons, inputs, layout, 64, 1, random, pool);
+  return {inputs, std::move(gate), random_matrix(type, kNeurons, inputs, layout, 64, 1, random, pool)};
 }
 
 // Outputs [rows, neurons] of `rows` rows from `first`; `listed`: the same neurons for each of them, empty: none are listed.
@@ -57,15 +47,7 @@ std::vector<float> run(Isa isa, const Ffn& ffn, const std::vector<int32_t>& list
   program.add(std::make_unique<NeuronsOp>(isa, parts, y, Act{Activation::relu, 0.0f, true}, Activations::int8,
                                           std::make_shared<LinearStorage>(), std::make_shared<NeuronStorage>()),
               {x}, y);
-  for (int row = 0; row < rows; ++row) fill_row(program.buffer(x) + row * padded(ffn.inputs), ffn.inputs, first + row);
-  const OwnedBatch batch = sparse_rows(rows);
-  program.run(0, 1, batch.view());
-  std::vector<float> result;
-  for (int row = 0; row < rows; ++row) {
-    const float* from = program.buffer(y) + row * padded(kNeurons);
-    result.insert(result.end(), from, from + kNeurons);
-  }
-  return result;
+  return run_rows(program, x, ffn.inputs, y, kNeurons, first, rows);
 }
 
 // One by one, then together; the same bits.

@@ -1,11 +1,13 @@
-// Stored weights of every type with random quants, and batches of plain rows, for the tests of ops.
+// Weights of every stored type with random quants, and programs of one op run on plain rows, for the tests of ops.
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "batch_check.h"
-#include "gguf_blocks.h"
+#include "pack.h"
+#include "program.h"
 
 namespace thinfer::testing {
 
@@ -41,16 +43,25 @@ inline std::vector<uint8_t> stored(const Type& type, size_t bytes, Random& rando
   return data;
 }
 
-// Values of an input row, one row a number.
-inline void fill_row(float* values, int inputs, int number) {
-  Random random{static_cast<uint32_t>(number + 1)};
-  for (int i = 0; i < inputs; ++i) values[i] = static_cast<float>(random.next() % 2001) * 0.001f - 1.0f;
+// A matrix of them.
+inline std::shared_ptr<const PackedMatrix> random_matrix(const Type& type, int outputs, int inputs, Layout layout, int chunk, int segments,
+                                                         Random& random, ThreadPool& pool) {
+  const StoredType stored_type = parse_stored_type(type.name);
+  const size_t row_bytes = stored_row_bytes(stored_type, inputs);
+  const std::vector<uint8_t> data = stored(type, row_bytes * static_cast<size_t>(outputs), random);
+  const StoredRows rows{data.data(), stored_type, outputs, row_bytes, nullptr};
+  return std::make_shared<const PackedMatrix>(std::vector<StoredRows>{rows}, inputs, codec_of(stored_type), layout, chunk, segments,
+                                              pool, std::make_shared<Arena>());
 }
 
-// Rows of one sequence, all of them sparse.
-inline OwnedBatch sparse_rows(int rows) {
+// Runs the one op of a program, from buffer x to buffer y, on sparse rows of one sequence: outputs [rows, outputs]. The values
+// of a row follow from its number; the first row's is `first`.
+inline std::vector<float> run_rows(Program& program, int x, int inputs, int y, int outputs, int first, int rows) {
   OwnedBatch batch;
   for (int row = 0; row < rows; ++row) {
+    Random random{static_cast<uint32_t>(first + row + 1)};
+    float* values = program.buffer(x) + row * padded(inputs);
+    for (int i = 0; i < inputs; ++i) values[i] = static_cast<float>(random.next() % 2001) * 0.001f - 1.0f;
     batch.tokens.push_back(0);
     batch.positions.push_back(row);
     batch.sequence.push_back(0);
@@ -59,7 +70,13 @@ inline OwnedBatch sparse_rows(int rows) {
   batch.block_table = {0};
   batch.sequences = 1;
   batch.max_blocks = 1;
-  return batch;
+  program.run(0, 1, batch.view());
+  std::vector<float> result;
+  for (int row = 0; row < rows; ++row) {
+    const float* from = program.buffer(y) + row * padded(outputs);
+    result.insert(result.end(), from, from + outputs);
+  }
+  return result;
 }
 
 }  // namespace thinfer::testing

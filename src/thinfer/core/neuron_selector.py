@@ -47,6 +47,12 @@ class NeuronPredictor:
     bias: NDArray[np.float32] | None = None
     density: float | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that one prediction reads."""
+        bias = 0 if self.bias is None else self.bias.nbytes
+        return bias + sum(factor.raw.nbytes for factor in self.factors)
+
     def __post_init__(self) -> None:
         if not self.factors:
             raise UsageError("a neuron predictor needs at least one matrix")

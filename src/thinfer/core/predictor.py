@@ -113,7 +113,7 @@ class Predictor:
     @property
     def nbytes(self) -> int:
         """Bytes that one prediction reads."""
-        return self.first.nbytes + self.second.nbytes + self.bias.nbytes
+        return self.scorer.nbytes
 
     @property
     def parameters(self) -> int:

@@ -19,9 +19,12 @@ from thinfer.models.loader import Weights
 # Bits of a weight in memory and inputs of a block, by stored type (csrc/codec.h). Float types stay what they are.
 FLOAT_BITS = {"F32": 32, "F16": 16, "BF16": 16}
 _BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8}
-_REQUANTISED: dict[WeightType, tuple[str, int]] = {"q4": ("u4_dm", 4), "q8": ("i8_d", 8), "f16": ("f16", 16)}
-_STORED_AS: dict[WeightType, str] = {"q4": "Q4_1", "q8": "Q8_0", "f16": "F16"}
-"""Stored types of as many bytes."""
+_REQUANTISED: dict[WeightType, tuple[str, str]] = {
+    "q4": ("u4_dm", "Q4_1"),
+    "q8": ("i8_d", "Q8_0"),
+    "f16": ("f16", "F16"),
+}
+"""Codec, and the stored type that it is in memory."""
 
 _GROUP = 32
 _OUT_BLOCK = 64
@@ -123,9 +126,8 @@ def plan_linear(
         rate, assumed = max(zero_rate, rate or 0.0), guess and rate is None
     for stored, group in groupby(node.weights, key=lambda name: weights.source(name).type):
         names = tuple(group)
-        codec, bits = None, stored_bits(stored)
-        if options.weights != "stored" and stored in FLOAT_BITS and shapes.inputs % _GROUP == 0:
-            codec, bits = _REQUANTISED[options.weights]
+        codec, kept = _in_memory(stored, shapes.inputs, options)
+        bits = stored_bits(kept)
         outputs = sum(shapes.outputs(name) for name in names)
         floats = bits >= 16
         segments = 1 if floats else segment_count(shapes.inputs, outputs)
@@ -158,10 +160,16 @@ def stored_bits(stored: str) -> int:
 def weight_bytes(name: str, weights: Weights, options: EngineOptions) -> float:
     """Bytes of a weight as its type stores it, scales included; in memory K types take up to 3 % more."""
     source = weights.source(name)
-    values, size = BLOCKS[source.type]
-    if options.weights != "stored" and source.type in FLOAT_BITS and source.shape[-1] % _GROUP == 0:
-        values, size = BLOCKS[_STORED_AS[options.weights]]
+    _, kept = _in_memory(source.type, source.shape[-1], options)
+    values, size = BLOCKS[kept]
     return math.prod(source.shape) / values * size
+
+
+def _in_memory(stored: str, inputs: int, options: EngineOptions) -> tuple[str | None, str]:
+    """The codec that weights are re-quantised to, None for their own, and the stored type that they are then."""
+    if options.weights != "stored" and stored in FLOAT_BITS and inputs % _GROUP == 0:
+        return _REQUANTISED[options.weights]
+    return None, stored
 
 
 @dataclass(frozen=True, slots=True)

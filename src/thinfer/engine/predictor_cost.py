@@ -50,9 +50,7 @@ def without_costly(
             continue
         weights = (*nodes[ffn.first].weights, *nodes[ffn.first + 2].weights)
         first, *rest = (weight_bytes(name, model.weights, options) for name in weights)
-        bias = 0 if predictor.bias is None else predictor.bias.nbytes
-        reads = bias + sum(factor.raw.nbytes for factor in predictor.factors)
-        if not pays(reads, predictor.density, 1 - ffn.rate, first, sum(rest), zeros=ffn.zeros):
+        if not pays(predictor.nbytes, predictor.density, 1 - ffn.rate, first, sum(rest), zeros=ffn.zeros):
             costly.append(ffn.layer)
     if not costly:
         return selector, ()

@@ -22,7 +22,6 @@ class InputStatistics:
 
     Attributes:
         rows: tokens seen.
-        square_sum: Σ_t x[t, i]², [inputs].
         value_sum: Σ_t x[t, i], [inputs]; zeros unless "mean" or "gram" was asked for.
 
     Raises:
@@ -37,7 +36,8 @@ class InputStatistics:
 
     def __init__(self, inputs: int, needs: frozenset[Need], device: torch.device | str = "cpu") -> None:
         self.rows = 0
-        self.square_sum = torch.zeros(inputs, device=device)
+        # Added up in float64, as long texts lose digits in float32.
+        self._square_sum = torch.zeros(inputs, device=device, dtype=torch.float64)
         self.value_sum = torch.zeros(inputs, device=device)
         self._gram = torch.zeros(inputs, inputs, device=device) if "gram" in needs else None
         self._mirrored = True
@@ -55,15 +55,13 @@ class InputStatistics:
             self._spread += self._around_mean(x)
         self.rows += len(x)
         self._derived.clear()
-        if self._gram is None:
-            self.square_sum += x.square().sum(0)
-        else:
+        self._square_sum += torch.linalg.vector_norm(x, dim=0, dtype=torch.float64).square_()
+        if self._gram is not None:
             # Only what lies on and right of the diagonal strips is summed; `gram` mirrors it.
             for start in range(0, len(self._gram), _STRIP):
                 stop = start + _STRIP
                 self._gram[start:stop, start:].addmm_(x[:, start:stop].T, x[:, start:])
             self._mirrored = False
-            self.square_sum = self._gram.diagonal().clone()
         if self._mean:
             self.value_sum += x.sum(0)
         if not torch.isfinite(self.square_sum).all():
@@ -94,9 +92,14 @@ class InputStatistics:
         return self._gram
 
     @property
+    def square_sum(self) -> Tensor:
+        """Σ_t x[t, i]², [inputs]."""
+        return self._square_sum.float()
+
+    @property
     def norm(self) -> Tensor:
         """Euclidean norm of each input over all tokens, [inputs]."""
-        return self.square_sum.sqrt()
+        return self._square_sum.sqrt().float()
 
     @property
     def mean(self) -> Tensor:
